@@ -276,7 +276,7 @@ class _Joining:
 
     def _connect_by_gloo(self) -> GlooTransport:
         """A gloo group of all members, which meet at rank 0."""
-        from coordinator.store.torch_store import TorchStore
+        from coordinator.store.torch_store import StoreTimeout, TorchStore
         from coordinator.transport.gloo_transport import GlooTransport
 
         def wait(store: PrefixStore, keys: Sequence[str], call: PendingCall) -> list[bytes]:
@@ -287,6 +287,11 @@ class _Joining:
         store, address = TorchStore(values, wait, left_s), session.client.local_address
         try:
             return GlooTransport(store, self.rank, self.size, address, left_s)
+        except StoreTimeout as error:
+            raise CoordinatorTimeout(
+                f"rank {session.info.rank} waited {self.pending.timeout_s:g} s in "
+                f"{self.pending.call} for the other ranks to connect over gloo"
+            ) from error
         except RuntimeError as error:
             raise self._broken(f"gloo: {error}") from error
 

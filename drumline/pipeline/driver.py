@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from transformers.cache_utils import Cache
 
 from drumline.core.pytree import Leaves, TreeSpec, flatten
 from drumline.errors import DrumlineError, PeerLost, StageError
@@ -33,6 +35,7 @@ class _PassContext(threading.local):
     calls: DeferredCalls | None = None
     shape: tuple[int, int] | None = None
     wants_hidden_states = False
+    filled_cache: Callable[[], Cache | None] = staticmethod(lambda: None)  # that came with tokens
 
 
 class PipelineDriver:
@@ -85,6 +88,15 @@ class PipelineDriver:
         for tensor in (*args[:1], kwargs.get("inputs_embeds"), kwargs.get("input_ids")):
             if isinstance(tensor, torch.Tensor) and tensor.dim() in (2, 3):
                 self._pass.shape = tensor.shape[0], tensor.shape[1]
+
+    def note_cache(self, cache: Any) -> None:
+        """Remember the cache that a model of this thread is called with, if it holds tokens."""
+        is_filled = isinstance(cache, Cache) and cache.get_seq_length() > 0
+        self._pass.filled_cache = weakref.ref(cache) if is_filled else lambda: None
+
+    def came_filled(self, cache: Cache) -> bool:
+        """True if it held tokens before the pass that this thread is in."""
+        return self._pass.filled_cache() is cache
 
     @property
     def lost(self) -> PeerLost | None:

@@ -114,6 +114,8 @@ def _fetch_outputs(
     def note_pass(module: nn.Module, args: Any, kwargs: Any) -> None:
         attention.check_unchanged()
         driver.note_pass(args, kwargs)
+        if isinstance(module, PreTrainedModel):
+            driver.note_cache(kwargs.get("past_key_values"))
 
     for name, module in model.named_modules():
         if name not in remote and any(

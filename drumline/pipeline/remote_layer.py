@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 
 from drumline.core import pytree
 from drumline.errors import DrumlineError
@@ -63,10 +64,13 @@ class RemoteModule:
                 "dtype=torch.bfloat16, or call it outside of autocast."
             )
         leaves = pytree.Leaves()
+        has_turns = any(type(value) is int for value in (*args, *kwargs.values()))
         template = pytree.flatten(
             [args, kwargs],
             leaves,
-            lambda cache: proxy.cache_number(cache, self.driver, self.cache_layers),
+            lambda cache: proxy.cache_number(
+                cache, self.driver, self._own_layers(cache, has_turns)
+            ),
         )
         spec = self.driver.intern(template)
         if leaves.caches and leaves.tensors and type(leaves.tensors[0]) is LazyUnknownShape:
@@ -85,6 +89,15 @@ class RemoteModule:
         run.add(self, None)
         run.is_learning |= fills is None
         return self._result(calls, spec, leaves)
+
+    def _own_layers(self, cache: Cache, has_turns: bool) -> Sequence[int]:
+        """The layers of a cache that are filled here and nowhere else, as far as that is known.
+
+        An integer may say which turn of a recurrence it is (HRM): those of before are in others.
+        """
+        if not has_turns:
+            return self.cache_layers
+        return range(len(cache.layers)) if self.driver.came_filled(cache) else ()
 
     def _advance(self, run: LayerRun, hidden: torch.Tensor) -> None:
         """Count what the call puts into the cache, unless that has to be seen first."""

@@ -105,6 +105,23 @@ class UnsupportedMixin:
         self._refuse("compiled", NOT_COMPILED)
         raise AttributeError("_initialize_hook")
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Names and shapes of all weights. Those that are not here cannot be saved."""
+        state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        if getattr(self, "_prefetcher", None) is not None:
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.is_meta:
+                    _make_tensor_read_only(value, name, 0)
+        return state
+
+    def _postprocess_outputs(self, seek_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of Whisper: it copies the cache into the result, which is elsewhere. So the result has
+        None for it, as after a long recording."""
+        if getattr(self, "_driver", None) is not None and isinstance(seek_outputs, dict):
+            here = {key: v for key, v in seek_outputs.items() if key != "past_key_values"}
+            seek_outputs = type(seek_outputs)(**here)
+        return super()._postprocess_outputs(seek_outputs, *args, **kwargs)  # type: ignore[misc]
+
     def train(self, mode: bool = True) -> Any:
         if mode:
             self._refuse("trained", NO_TRAINING)
@@ -207,6 +224,15 @@ class _ReadOnlyModule(nn.Module):
 
 class _ReadOnlyTensor:
     """A weight without values here: anything written into it would be lost silently."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """torch.save(model.state_dict()) would write a file without these values."""
+        name, rank = self.__dict__["_read_only_origin"]
+        where = f"rank {rank}" if rank else "disk"
+        raise DrumlineError(
+            f"rank 0: {name} is on {where}, so it cannot be saved or pickled from here, and a file "
+            "without it could not be loaded; copy the checkpoint that it was loaded from."
+        )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

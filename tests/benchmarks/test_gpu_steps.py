@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import sys
 import tarfile
 from unittest.mock import ANY
 
@@ -77,8 +78,22 @@ def test_steps_that_do_not_end_in_time_are_named_and_are_run_the_next_time(resul
         Step("second", "sleep 300", 60),
         Step("third", "true", 60),
     ]
-    assert run_steps(steps_, results, 2) == (["first"], ["second", "third"])
+    assert run_steps(steps_, results, 3) == (["first"], ["second", "third"])
     assert set(logs(results)) == {"first", "second-cut"}
     assert [results.has_ended(step.name) for step in steps_] == [True, False, False]
     monkeypatch.setattr(steps, "FRESH_S", 0.0)
     assert not results.has_ended("first")
+
+
+def test_the_same_command_goes_on_with_what_has_not_ended(results, monkeypatch, capfd):
+    build, ended, late = (Step(name, "true", 60) for name in ("build", "ended", "late"))
+    assert run_step(ended, results) and run_step(build, results)
+    capfd.readouterr()
+    monkeypatch.setattr(steps, "PARTS", {"a": [build, ended], "b": [late]})
+    monkeypatch.setattr(sys, "argv", ["steps", str(results.archive), "--seconds", "300"])
+    assert steps.main() == 0
+    output = capfd.readouterr().out
+    assert [name for name in ("build", "ended", "late") if f"== {name}: exit" in output] == [
+        "build",
+        "late",
+    ]

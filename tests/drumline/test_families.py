@@ -330,6 +330,26 @@ def test_layers_that_do_not_say_which_part_of_the_cache_they_fill_are_counted(
     assert on_master(path, 2, work, device_map=everything) == work(plain)
 
 
+def test_turns_of_a_recurrence_here_leave_a_cache_empty_for_turns_elsewhere(checkpoints, on_master):
+    """It was refused as filled, which it still is if it came with tokens: each time."""
+    cls, config = UNUSUAL["hrm_text"]
+    plain, path = checkpoints.make("hrm_text", cls, **config)
+    ids = prompt()["input_ids"]
+
+    def work(model: Any) -> list[Any]:
+        return list(outcomes(model, static=False))
+
+    def refused(model: Any) -> list[Any]:
+        cache = plain(ids).past_key_values
+        for _ in range(2):
+            with pytest.raises(DrumlineError, match="came with"):
+                model(ids[:, :1], past_key_values=cache)
+        return work(model)
+
+    device_map = {"": 0, "model.H_module.layers": 1}
+    assert on_master(path, 2, refused, device_map=device_map) == work(plain)
+
+
 def test_a_layer_that_fills_another_part_of_the_cache_than_it_says_is_refused(
     checkpoints, on_master, monkeypatch
 ):
@@ -534,13 +554,12 @@ def clip(model: Any) -> Any:
 
 
 def whisper(model: Any) -> Any:
+    """With and without a result that is more than tokens, which has a copy of the cache."""
     audio = pixels(2, 16, 60)
-    return torch.cat(
-        [
-            model.generate(input_features=audio, max_new_tokens=8, num_beams=beams)
-            for beams in (1, 3)
-        ]
-    )
+    options = {"input_features": audio, "max_new_tokens": 8, "return_dict_in_generate": True}
+    results = [model.generate(**options, output_scores=True, num_beams=beams) for beams in (1, 3)]
+    plain = model.generate(input_features=audio, max_new_tokens=8)
+    return torch.cat([plain, *[result.sequences for result in results], results[0].scores[3]], 1)
 
 
 def llava(model: Any) -> Any:

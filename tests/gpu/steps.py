@@ -216,12 +216,13 @@ def main() -> int:
     results = Results(arguments.archive)
     steps = [step for part in arguments.parts or PARTS for step in PARTS[part]]
     if not arguments.parts:
-        steps = [step for step in steps if not results.has_ended(step.name)] or steps
+        build, *others = steps
+        steps = [build, *([o for o in others if not results.has_ended(o.name)] or others)]
     failed, left_out = run_steps(steps, results, arguments.seconds)
     if left_out:
         print(f"== left out, for the time is over: {', '.join(left_out)}. Run it once more")
     print(f"== failed: {', '.join(failed) or 'nothing'}. All results: {results.archive}")
-    return len(failed) > 0
+    return len(failed + left_out) > 0
 
 
 if __name__ == "__main__":

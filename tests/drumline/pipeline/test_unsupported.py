@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from abc import ABC
 
 import pytest
@@ -17,6 +19,11 @@ REFUSED = {
     "to a dtype": (lambda model: model.to(torch.float16), "dtype="),
     "to a device": (lambda model: model.to("cuda:0"), "device_map="),
     "save": (lambda model: model.save_pretrained("x"), "copy the checkpoint"),
+    "save the weights": (
+        lambda model: torch.save(model.state_dict(), io.BytesIO()),
+        "copy the checkpoint",
+    ),
+    "pickle a weight": (lambda model: pickle.dumps(query(model)), "copy the checkpoint"),
     "weights": (lambda model: model.load_state_dict({}), "save them as a checkpoint"),
     "adapter": (lambda model: model.load_adapter("x"), "merge_and_unload"),
     "new adapter": (lambda model: model.add_adapter({}), "merge_and_unload"),
