@@ -104,13 +104,15 @@ def _is_at(path: Path, fd: int) -> bool:
 
 def _leave(folder: Path, users_fd: int) -> None:
     """Stop sharing the folder; the last to leave removes it, and folders of dead launches."""
-    os.close(users_fd)  # first, or of two that leave at once each would find the other there
     try:
-        for any_launch in folder.parent.iterdir():
-            _sweep(any_launch)
+        _remove_if_unused(folder, users_fd)
+        for other in folder.parent.iterdir():
+            _sweep(other)
         folder.parent.rmdir()
     except OSError:
         pass  # others are there, or other launches
+    finally:
+        os.close(users_fd)
 
 
 def _sweep(folder: Path) -> None:

@@ -316,11 +316,11 @@ def test_locks_leave_no_file_whoever_dies_holding_one(fork, tmp_path):
 
         tempfile.tempdir = None
         with Coordinator(info, timeout_s=10) as coor:
-            coor.barrier()
             if coor.rank == 2:
                 coor.lock("a").__enter__()
+            coor.barrier()
+            if coor.rank == 2:
                 os.kill(os.getpid(), 9)
-            time.sleep(0.1)
             with coor.lock("a"):
                 # Of one name: who left before this rank came may be removing its folder still.
                 return len({path.name for path in tmp_path.rglob("*.lock")})
