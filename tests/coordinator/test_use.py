@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,6 +22,7 @@ from coordinator import (
     PeerLost,
 )
 from coordinator.control.session import this_process
+from coordinator.store.lock import Locks
 from coordinator.transport import gloo_transport  # noqa: F401 - so that no rank has to import torch
 from launcher import LaunchInfo
 from launcher.system import linux
@@ -309,12 +311,9 @@ def test_errors_of_a_group_name_the_ranks_of_the_launch(ranks_or_errors):
     assert "for rank 1 (host" in str(error), error
 
 
-def test_locks_leave_no_file_whoever_dies_holding_one(fork, tmp_path):
+def test_locks_leave_no_file_whoever_dies_holding_one(fork, tmp_path, monkeypatch):
     def body(info):
-        os.environ["TMPDIR"] = str(tmp_path)
-        import tempfile
-
-        tempfile.tempdir = None
+        tempfile.tempdir = str(tmp_path)
         with Coordinator(info, timeout_s=10) as coor:
             if coor.rank == 2:
                 coor.lock("a").__enter__()
@@ -327,6 +326,10 @@ def test_locks_leave_no_file_whoever_dies_holding_one(fork, tmp_path):
 
     found = fork(body, 3).outcomes()
     assert [each.value for each in found] == [1, 1, None], found
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    locks = Locks("the next launch")  # removes what others still saw in use as rank 2 ended
+    locks.path("a")
+    locks.close()
     assert list(tmp_path.iterdir()) == []
 
 
