@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,18 @@ OneOrMore = torch.Tensor | Tensors
 ProcessGroup: Any = dist.ProcessGroup  # untyped, for its overloads
 
 
+class Met(NamedTuple):
+    """Ranks that have met, and the class for each kind of device where parts take the same."""
+
+    coor: StoreCoordinator
+    chosen: Chosen | None
+
+
+# By a default group of another backend: the ranks of the groups beside it. They stay when such a
+# group is destroyed, which each rank may do at another time.
+_met_beside: WeakKeyDictionary[Any, list[Met]] = WeakKeyDictionary()
+
+
 class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
     """A process group of torch: the best communicator there is for each kind of device.
 
@@ -45,15 +58,15 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
         queue: WorkQueue,
         whole: DrumlineProcessGroup | None = None,
         global_ranks: Sequence[int] = (),
+        chosen: Chosen | None = None,
     ) -> None:
-        """whole: the group of which this one is a part, those ranks. Else this is collective."""
+        """whole: the group of which this one is a part, those ranks. Else this is collective.
+
+        chosen: the class for each kind of device, if all ranks know it already.
+        """
         super().__init__(coor.rank, coor.world_size)
         self._names = ["undefined", "undefined"]
         self._coor, self._queue = coor, queue
-        # A part on the one node of the whole can use what that does. Elsewhere it may do better.
-        chosen: Chosen | None = (
-            whole._comms.chosen if whole and len(whole._coor.nodes) == 1 else None
-        )
         self._comms: LazyCommunicators = LazyCommunicators(
             cast(Coordinator, coor), DEVICE_TYPES, chosen
         )
@@ -67,6 +80,11 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
             if whole._comms.chosen["cuda"] is not None:  # sends there need all ranks
                 self._open_if_any("cuda")
         self._deferred = DeferredMessages()
+
+    def met(self) -> Met:
+        """Facts that a group of some of these ranks need not find out again."""
+        # On one node a part can use what the whole does. Elsewhere it may do better.
+        return Met(self._coor, self._comms.chosen if len(self._coor.nodes) == 1 else None)
 
     def _open_p2p_and_devices(self, chosen: Chosen) -> None:
         self._open_if_any("cpu")
@@ -379,17 +397,35 @@ def _open_backend(
     native = native_backend.load()
     queue = WorkQueue() if native is None else native.CallQueue(rank)
     whole, timeout_s = _default_group() if global_ranks else None, timeout.total_seconds()
-    if whole is None:
-        group = DrumlineProcessGroup(
-            StoreCoordinator(store, rank, world_size, timeout_s, global_ranks), queue
-        )
+    if whole is not None:
+        coor, chosen = whole.met()
+        part = coor.split(global_ranks, group_name, timeout_s)
+        assert part is not None, "torch makes no group on a rank that is not in it"
+        group = DrumlineProcessGroup(part, queue, whole, global_ranks, chosen)
+    elif met := _first_with(global_ranks):
+        coor = met.coor.rejoined(global_ranks, group_name, timeout_s)
+        group = DrumlineProcessGroup(coor, queue, chosen=met.chosen)
     else:
-        coor = whole._coor.split(global_ranks, group_name, timeout_s)
-        assert coor is not None, "torch makes no group on a rank that is not in it"
-        group = DrumlineProcessGroup(coor, queue, whole, global_ranks)
+        coor = StoreCoordinator(store, rank, world_size, timeout_s, global_ranks)
+        group = DrumlineProcessGroup(coor, queue)
+        _all_met(global_ranks).append(group.met())
     if native is None:
         return group
     return native.create(group, queue, rank, world_size, timeout, group_name, global_ranks)
+
+
+def _first_with(global_ranks: list[int]) -> Met | None:
+    """The first group in which all of these have met, the same on each of them."""
+    ranks = set(global_ranks)
+    return next((met for met in _all_met(global_ranks) if ranks <= set(met.coor.ranks)), None)
+
+
+def _all_met(global_ranks: list[int]) -> list[Met]:
+    """All met ranks beside the default group of torch; none for that group itself."""
+    default = dist.group.WORLD
+    if default is None or not global_ranks:
+        return []
+    return _met_beside.setdefault(default, [])
 
 
 def _default_group() -> DrumlineProcessGroup | None:

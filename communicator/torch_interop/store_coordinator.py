@@ -203,6 +203,13 @@ class StoreCoordinator(ValueCollectives):
         part._number([self.peers[rank] for rank in ranks])
         return part
 
+    def rejoined(self, ranks: Sequence[int], name: str, timeout_s: float) -> StoreCoordinator:
+        """As split, of ranks by torch's numbers, all of which make use of it at once."""
+        part = self.split([self.ranks.index(rank) for rank in ranks], name, timeout_s)
+        assert part is not None, "this rank is one of them"
+        part._is_part = False
+        return part
+
     def close(self) -> None:
         """End calls that wait for other ranks with an error. The store is the caller's."""
         self._is_closed = True

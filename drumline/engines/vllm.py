@@ -1,6 +1,6 @@
 """The entry point of vLLM's platform plugins: vLLM over our Communicator, if DRUMLINE_VLLM=1.
 
-DRUMLINE_VLLM=1 vllm serve MODEL --tensor-parallel-size 2
+DRUMLINE_VLLM=1 python -m vllm.entrypoints.openai.api_server --model MODEL --tensor-parallel-size 2
 
 vLLM calls platform() in each of its processes, and swallows what it raises. So everything that can
 be wrong is checked where vLLM imports the platform that it names.

@@ -43,7 +43,7 @@ class Ranks:
 
     def outcomes(self, limit_s=LIMIT_S, stragglers=()):
         """Every rank's Outcome. Stragglers are killed once all others have ended."""
-        found = [Outcome() for _ in self.pids]
+        results = [Outcome() for _ in self.pids]
         texts = [b"" for _ in self.pids]
         waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in stragglers}
         deadline = time.monotonic() + limit_s
@@ -58,10 +58,10 @@ class Ranks:
         self.kill()
         for rank, pid in enumerate(self.pids):
             if texts[rank]:
-                found[rank] = Outcome(**json.loads(texts[rank]))
-            found[rank].status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                results[rank] = Outcome(**json.loads(texts[rank]))
+            results[rank].status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         self.pids.clear()
-        return found
+        return results
 
     def kill(self):
         for pid in self.pids:

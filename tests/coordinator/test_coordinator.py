@@ -23,12 +23,12 @@ def kind(request, monkeypatch):
 def test_every_rank_gets_the_bytes_of_the_source(ranks):
     def body(info):
         with Coordinator(info) as coor:
-            found = []
+            results = []
             for src in range(coor.world_size):
                 for size in SIZES:
                     data = bytes([src + 1]) * size
-                    found.append(coor.broadcast(data if coor.rank == src else None, src) == data)
-            return all(found) and len(found) == len(SIZES) * 4
+                    results.append(coor.broadcast(data if coor.rank == src else None, src) == data)
+            return all(results) and len(results) == len(SIZES) * 4
 
     assert ranks(body, 4) == [True] * 4
 
@@ -150,14 +150,14 @@ def test_overlapping_and_nested_groups_do_not_meet(ranks):
     def body(info):
         with Coordinator(info) as coor:
             first, second = coor.split([0, 1, 2, 3]), coor.split([0, 1, 2])
-            found = [first.allgather(b"a")]
+            results = [first.allgather(b"a")]
             if second is not None:
-                found.append(second.broadcast(b"b" if second.rank == 2 else None, 2))
+                results.append(second.broadcast(b"b" if second.rank == 2 else None, 2))
                 inner = second.split([2, 0])
                 if inner is not None:
-                    found.append(inner.allgather(bytes([inner.rank])))
+                    results.append(inner.allgather(bytes([inner.rank])))
             first.barrier()
-            return found
+            return results
 
     whole = [b"a"] * 4
     assert ranks(body, 4) == [
@@ -170,13 +170,13 @@ def test_overlapping_and_nested_groups_do_not_meet(ranks):
 
 def test_several_coordinators_in_one_launch_at_once_and_one_after_another(ranks):
     def body(info):
-        found = []
+        results = []
         with Coordinator(info) as one, Coordinator(info) as two:
-            found.append(two.allgather(b"2") + one.allgather(b"1"))
+            results.append(two.allgather(b"2") + one.allgather(b"1"))
         for number in range(3):
             with Coordinator(info) as coor:
-                found.append(coor.broadcast(bytes([number]) if coor.rank == 0 else None))
-        return found
+                results.append(coor.broadcast(bytes([number]) if coor.rank == 0 else None))
+        return results
 
     assert ranks(body, 3) == [[[b"2"] * 3 + [b"1"] * 3, b"\x00", b"\x01", b"\x02"]] * 3
 
@@ -201,10 +201,10 @@ def test_a_failing_local_master_does_not_strand_the_others(ranks_or_errors):
                 raise KeyError("no such file")
             return "ran"
 
-    found = ranks_or_errors(body, 3)
-    assert isinstance(found[0], KeyError)
-    assert all(isinstance(error, CoordinatorError) for error in found[1:])
-    assert all("no such file" in str(error) for error in found[1:])
+    outcomes = ranks_or_errors(body, 3)
+    assert isinstance(outcomes[0], KeyError)
+    assert all(isinstance(error, CoordinatorError) for error in outcomes[1:])
+    assert all("no such file" in str(error) for error in outcomes[1:])
 
 
 def test_one_rank_of_a_node_holds_a_lock(ranks):
@@ -261,8 +261,8 @@ def test_a_timeout_names_who_did_not_come(ranks_or_errors, operation, kind):
             finally:
                 meeting.wait()
 
-    found = ranks_or_errors(body, 3)
-    for error in found[:2]:
+    outcomes = ranks_or_errors(body, 3)
+    for error in outcomes[:2]:
         assert isinstance(error, CoordinatorTimeout), error
         assert f"{operation} #2 (test_coordinator.py:" in str(error)
         assert "rank 2 (host" in str(error)
@@ -277,9 +277,9 @@ def test_ranks_in_different_calls_are_told_so(ranks_or_errors):
             else:
                 coor.barrier()
 
-    found = ranks_or_errors(body, 2)
-    assert "rank 1" in str(found[0]) and "in allgather #1" in str(found[0])
-    assert "rank 0" in str(found[1]) and "in barrier #1" in str(found[1])
+    outcomes = ranks_or_errors(body, 2)
+    assert "rank 1" in str(outcomes[0]) and "in allgather #1" in str(outcomes[0])
+    assert "rank 0" in str(outcomes[1]) and "in barrier #1" in str(outcomes[1])
 
 
 def test_an_exception_on_one_rank_reaches_the_others(ranks_or_errors):
@@ -291,10 +291,10 @@ def test_an_exception_on_one_rank_reaches_the_others(ranks_or_errors):
             coor.barrier()
 
     start = time.monotonic()
-    found = ranks_or_errors(body, 3)
+    outcomes = ranks_or_errors(body, 3)
     assert time.monotonic() - start < 15
-    assert isinstance(found[1], ZeroDivisionError)
-    for error in (found[0], found[2]):
+    assert isinstance(outcomes[1], ZeroDivisionError)
+    for error in (outcomes[0], outcomes[2]):
         assert isinstance(error, PeerLost), error
         assert "rank 1" in str(error) and "by nothing" in str(error)
 
@@ -340,8 +340,8 @@ def test_a_missing_rank_is_named_at_the_start(ranks_or_errors):
             return None
         Coordinator(info, timeout_s=2)
 
-    found = ranks_or_errors(body, 3)
-    for error in (found[0], found[2]):
+    outcomes = ranks_or_errors(body, 3)
+    for error in (outcomes[0], outcomes[2]):
         assert isinstance(error, CoordinatorTimeout) and "[1]" in str(error), error
 
 
@@ -353,6 +353,6 @@ def test_a_rank_that_ends_itself_with_success_strands_nobody(ranks_or_errors):
                 raise SystemExit(0)
             return "done"
 
-    found = ranks_or_errors(body, 3)
-    assert found[0] == "done"
-    assert all(isinstance(error, SystemExit) for error in found[1:])
+    outcomes = ranks_or_errors(body, 3)
+    assert outcomes[0] == "done"
+    assert all(isinstance(error, SystemExit) for error in outcomes[1:])

@@ -43,8 +43,8 @@ def test_every_size_arrives_whole_from_and_to_every_rank(ranks, nodes):
                         coor.broadcast(mine if coor.rank == root else None, root)
                         == (expected[root])
                     )
-                    found = coor.gather(mine, root)
-                    assert found == (expected if coor.rank == root else None)
+                    results = coor.gather(mine, root)
+                    assert results == (expected if coor.rank == root else None)
                     parts = expected if coor.rank == root else None
                     assert coor.scatter(parts, root) == mine
                 assert coor.allgather(payload(coor.rank, nbytes)) == expected
@@ -56,9 +56,9 @@ def test_every_size_arrives_whole_from_and_to_every_rank(ranks, nodes):
 def test_sizes_may_differ_from_rank_to_rank(ranks, nodes):
     def body(info):
         with Coordinator(info) as coor:
-            given = [payload(rank, SIZES[-1 - rank]) for rank in range(coor.world_size)]
-            assert coor.allgather(given[coor.rank]) == given
-            assert coor.scatter(given if coor.rank == 1 else None, 1) == given[coor.rank]
+            payloads = [payload(rank, SIZES[-1 - rank]) for rank in range(coor.world_size)]
+            assert coor.allgather(payloads[coor.rank]) == payloads
+            assert coor.scatter(payloads if coor.rank == 1 else None, 1) == payloads[coor.rank]
 
     ranks(body, sum(nodes), nodes)
 
@@ -72,8 +72,8 @@ def test_values_travel_as_msgpack(ranks, nodes):
             last = coor.world_size - 1
             assert coor.broadcast_object(value if coor.rank == last else None, last) == value
             assert coor.allgather_object(coor.rank) == list(range(coor.world_size))
-            found = coor.gather_object([coor.rank], 1)
-            assert found == ([[rank] for rank in range(last + 1)] if coor.rank == 1 else None)
+            results = coor.gather_object([coor.rank], 1)
+            assert results == ([[rank] for rank in range(last + 1)] if coor.rank == 1 else None)
             assert coor.scatter_object([value] * (last + 1) if coor.rank == 0 else None) == value
 
     ranks(body, sum(nodes), nodes)
@@ -115,8 +115,8 @@ def test_a_large_broadcast_arrives_whole(coordinated, nbytes):
         data = coor.broadcast(bytes(nbytes - 1) + b"x" if coor.rank == 0 else None)
         return len(data), data[-1:] == b"x", data[:4096] == bytes(4096)
 
-    found = coordinated(body, 2, timeout_s=60)
-    assert [outcome.value for outcome in found] == [[nbytes, True, True]] * 2
+    outcomes = coordinated(body, 2, timeout_s=60)
+    assert [outcome.value for outcome in outcomes] == [[nbytes, True, True]] * 2
 
 
 @nodes
@@ -189,14 +189,14 @@ def test_one_rank_of_each_node_does_it_once(ranks):
                 time.sleep(0.1)
                 return f"by {coor.rank}".encode()
 
-            found = [coor.once("download", work) for _ in range(2)]
-            assert found[0] == found[1]
+            results = [coor.once("download", work) for _ in range(2)]
+            assert results[0] == results[1]
             coor.barrier()
-            return found[0].decode()
+            return results[0].decode()
 
-    found = ranks(body, 5, [3, 2])
+    results = ranks(body, 5, [3, 2])
     assert len(done) == 2
-    assert len(set(found[:3])) == 1 and len(set(found[3:])) == 1
+    assert len(set(results[:3])) == 1 and len(set(results[3:])) == 1
 
 
 def test_what_fails_once_fails_for_all_with_its_traceback(ranks_or_errors):
@@ -211,11 +211,11 @@ def test_what_fails_once_fails_for_all_with_its_traceback(ranks_or_errors):
             finally:
                 coor.barrier()
 
-    found = ranks_or_errors(body, 3)
-    assert sorted(type(error).__name__ for error in found) == [
+    outcomes = ranks_or_errors(body, 3)
+    assert sorted(type(error).__name__ for error in outcomes) == [
         "CoordinatorError", "CoordinatorError", "OSError",
     ]  # fmt: skip
-    assert all("disk full" in str(error) for error in found)
+    assert all("disk full" in str(error) for error in outcomes)
 
 
 def test_the_master_goes_first_over_all_nodes(ranks):
@@ -243,23 +243,23 @@ def test_a_dead_master_is_not_waited_for(fork):
                     os._exit(7)
 
     start = time.monotonic()
-    found = fork(body, 3).outcomes()
+    outcomes = fork(body, 3).outcomes()
     assert time.monotonic() - start < 15
-    assert [outcome.error for outcome in found[1:]] == ["PeerLost"] * 2
-    assert all("exited with code 7" in outcome.text for outcome in found[1:]), found
+    assert [outcome.error for outcome in outcomes[1:]] == ["PeerLost"] * 2
+    assert all("exited with code 7" in outcome.text for outcome in outcomes[1:]), outcomes
 
 
 def test_a_coordinator_serves_whichever_thread_comes(ranks):
     def body(info):
         with Coordinator(info) as coor:
-            found = []
+            results = []
             for number in range(4):
                 thread = threading.Thread(
-                    target=lambda n=number: found.append(coor.allgather_object(n))
+                    target=lambda n=number: results.append(coor.allgather_object(n))
                 )
                 thread.start()
                 thread.join()
-            return found
+            return results
 
     assert ranks(body, 2) == [[[n, n] for n in range(4)]] * 2
 

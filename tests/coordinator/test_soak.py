@@ -83,9 +83,9 @@ def run(seed, info):
             call(coor, *each)
 
 
-def check(seed, found):
+def check(seed, outcomes):
     _, _, (victim, _, kind) = script(seed)
-    for rank, outcome in enumerate(found):
+    for rank, outcome in enumerate(outcomes):
         if kind == "none":
             assert outcome.error == "", (seed, outcome)
         elif rank != victim:
@@ -111,8 +111,8 @@ def test_random_runs_end_as_stated(no_memory_left, fork, tmp_path, monkeypatch, 
             going.append((seed, time.monotonic(), fork(body, sum(nodes), nodes)))
         seed, since, ranks = going.pop(0)
         victim, _, kind = script(seed)[2]
-        found = ranks.outcomes(stragglers=[victim] if kind == "stop" else [])
-        check(seed, found)
+        outcomes = ranks.outcomes(stragglers=[victim] if kind == "stop" else [])
+        check(seed, outcomes)
         assert time.monotonic() - since < 3 * DEADLINE_S + 10, seed
     locks = Locks("the next launch")  # takes what ranks left that were stopped and then killed
     locks.path("a")
@@ -128,8 +128,8 @@ def test_overlapping_groups_meet_two_hundred_times(coordinated):
             first = coor.split([0, 1, 2, 3])
             second = coor.split([0, 1, 2])
             with first:
-                said = first.broadcast_object(number if first.rank == 2 else None, 2)
-                assert said == number
+                answer = first.broadcast_object(number if first.rank == 2 else None, 2)
+                assert answer == number
                 if second is not None:
                     with second:
                         assert second.broadcast_object(-1 if second.rank == 2 else None, 2) == -1
@@ -139,10 +139,10 @@ def test_overlapping_groups_meet_two_hundred_times(coordinated):
                 assert first.allgather_object(first.rank) == [0, 1, 2, 3]
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
-    found = coordinated(body, 4)
-    assert all(outcome.error == "" for outcome in found), found
-    assert all(outcome.value[1] <= 2 for outcome in found), found  # rank 0 serves on one
-    assert all(outcome.value[0] < 60 for outcome in found), found
+    outcomes = coordinated(body, 4)
+    assert all(outcome.error == "" for outcome in outcomes), outcomes
+    assert all(outcome.value[1] <= 2 for outcome in outcomes), outcomes  # rank 0 serves on one
+    assert all(outcome.value[0] < 60 for outcome in outcomes), outcomes
 
 
 def test_a_forgotten_coordinator_is_a_rank_that_left(ranks_or_errors):
@@ -197,8 +197,8 @@ def test_after_close_a_process_may_fork(coordinated):
             os._exit(0 if threading.active_count() == 1 else 1)
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
-    found = coordinated(body, 2)
-    assert [outcome.value for outcome in found] == [0, 0], found
+    outcomes = coordinated(body, 2)
+    assert [outcome.value for outcome in outcomes] == [0, 0], outcomes
 
 
 def test_diagnose_shows_every_rank_and_the_stacks_of_the_others(coordinated, capfd):
@@ -216,8 +216,8 @@ def test_diagnose_shows_every_rank_and_the_stacks_of_the_others(coordinated, cap
         coor.barrier()
         return table
 
-    found = coordinated(body, 3)
-    table = found[0].value
+    outcomes = coordinated(body, 3)
+    table = outcomes[0].value
     assert [f"rank {rank} (host" in table for rank in range(3)] == [True] * 3, table
     assert "in barrier #1" in table
     assert "in dawdle" in capfd.readouterr().err

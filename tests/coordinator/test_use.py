@@ -73,13 +73,13 @@ def test_a_forked_child_can_harm_its_parent_in_no_way(coordinated, nodes):
 @nodes
 def test_a_forked_child_keeps_no_connection_open(coordinated, nodes):
     def connections():
-        found = []
+        results = []
         for fd in map(int, os.listdir("/proc/self/fd")):
             try:
-                found.append(os.readlink(f"/proc/self/fd/{fd}").partition(":")[0])
+                results.append(os.readlink(f"/proc/self/fd/{fd}").partition(":")[0])
             except OSError:
                 continue  # the folder itself
-        return found.count("socket") + found.count("anon_inode")
+        return results.count("socket") + results.count("anon_inode")
 
     before = connections()
 
@@ -87,8 +87,9 @@ def test_a_forked_child_keeps_no_connection_open(coordinated, nodes):
         coor.barrier()
         return in_a_child(connections)
 
-    found = coordinated(body, 2, nodes)
-    assert all(int(each.value) <= before + 1 for each in found), found  # the launch's own listener
+    outcomes = coordinated(body, 2, nodes)
+    # the launch's own listener
+    assert all(int(outcome.value) <= before + 1 for outcome in outcomes), outcomes
 
 
 def test_a_forked_child_leaves_gloo_to_its_parent(fork):
@@ -176,17 +177,17 @@ def test_a_value_that_cannot_be_sent_is_heard_of_by_all_and_breaks_nothing(ranks
         with Coordinator(info, timeout_s=20) as coor:
             value = {object()} if coor.rank == 1 else 1
             error = ValueError if coor.rank == 1 else CoordinatorError
-            said = "rank 1 gave a set that cannot be sent"
-            with pytest.raises(error, match=said):
+            text = "rank 1 gave a set that cannot be sent"
+            with pytest.raises(error, match=text):
                 coor.broadcast_object(value, 1)
-            with pytest.raises(error, match=said):
+            with pytest.raises(error, match=text):
                 coor.allgather_object(value)
-            with pytest.raises(error, match=said):
+            with pytest.raises(error, match=text):
                 coor.agree(value)
-            with pytest.raises(error, match=said):
+            with pytest.raises(error, match=text):
                 coor.scatter_object([value, value] if coor.rank == 1 else None, 1)
             if coor.rank == 1:
-                with pytest.raises(error, match=said):
+                with pytest.raises(error, match=text):
                     coor.gather_object(value, 1)
             else:
                 coor.gather_object(value, 1)
@@ -324,12 +325,17 @@ def test_locks_leave_no_file_whoever_dies_holding_one(fork, tmp_path, monkeypatc
                 # Of one name: who left before this rank came may be removing its folder still.
                 return len({path.name for path in tmp_path.rglob("*.lock")})
 
+<<<<<<< HEAD
     found = fork(body, 3).outcomes()
     assert [each.value for each in found] == [1, 1, None], found
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     locks = Locks("the next launch")  # removes what others still saw in use as rank 2 ended
     locks.path("a")
     locks.close()
+=======
+    outcomes = fork(body, 3).outcomes()
+    assert [each.value for each in outcomes] == [1, 1, None], outcomes
+>>>>>>> main
     assert list(tmp_path.iterdir()) == []
 
 
@@ -342,7 +348,7 @@ def test_close_ends_the_call_that_another_thread_is_in(ranks, nodes, call):
     has_ended = threading.Event()
 
     def body(info):
-        coor, said = Coordinator(info, timeout_s=20), []
+        coor, texts = Coordinator(info, timeout_s=20), []
         if info.rank == 1:
             with coor, contextlib.suppress(CoordinatorError):
                 assert has_ended.wait(20)
@@ -352,7 +358,7 @@ def test_close_ends_the_call_that_another_thread_is_in(ranks, nodes, call):
         def use():
             with pytest.raises(CoordinatorError) as caught:
                 calls[call](coor)
-            said.append(str(caught.value))
+            texts.append(str(caught.value))
             has_ended.set()
 
         thread = threading.Thread(target=use)
@@ -360,10 +366,10 @@ def test_close_ends_the_call_that_another_thread_is_in(ranks, nodes, call):
         time.sleep(0.1)
         coor.close()
         thread.join(20)
-        return said
+        return texts
 
-    (said,) = ranks(body, 2, nodes)[0]
-    assert said.startswith("rank 0") and "close" in said, said
+    (text,) = ranks(body, 2, nodes)[0]
+    assert text.startswith("rank 0") and "close" in text, text
 
 
 def test_once_is_once_among_the_threads_of_a_rank_too():
@@ -375,8 +381,8 @@ def test_once_is_once_among_the_threads_of_a_rank_too():
         return b"found"
 
     with Coordinator(LaunchInfo("alone")) as coor, ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: coor.once("x", work), range(4)))
-        assert found == [b"found"] * 4 and len(runs) == 1
+        results = list(pool.map(lambda _: coor.once("x", work), range(4)))
+        assert results == [b"found"] * 4 and len(runs) == 1
         with pytest.raises(CoordinatorTimeout, match=r"once #\d+ .* another thread"):
             coor.once("y", lambda: coor.once("y", work, timeout_s=0.1))
 
@@ -433,8 +439,8 @@ def test_a_child_forked_while_a_thread_waits_hides_no_death(fork):
                 coor.wait("nothing else")
             return time.monotonic() - begun
 
-    found = fork(body, 2, [1, 1]).outcomes(stragglers=[1])
-    assert found[0].error == "" and found[0].value < 15, found
+    outcomes = fork(body, 2, [1, 1]).outcomes(stragglers=[1])
+    assert outcomes[0].error == "" and outcomes[0].value < 15, outcomes
 
 
 def test_who_died_is_known_in_groups_of_groups_whose_parents_were_let_go(coordinated):

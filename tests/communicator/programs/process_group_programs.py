@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,8 +25,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import communicator.torch_interop.process_group  # noqa: F401
 from communicator import Communicator, CommunicatorTimeout, PeerLost
+from communicator.torch_interop import process_group
 
 PROGRAMS = {}
 
@@ -354,6 +355,32 @@ def groups_made_from_groups():
         local = dist.new_group([1, 2], use_local_synchronization=True)
         dist.all_reduce(found[0], group=local)
         dist.destroy_process_group(local)
+    dist.barrier()
+    return found
+
+
+@program(4)
+def groups_beside_a_default_group_of_any_backend():
+    """Beside gloo ranks meet once, and not again in later groups, destroyed or not in between."""
+    rank, new_group = dist.get_rank(), partial(dist.new_group, backend="drumline")
+    first = new_group([0, 1, 3])
+    if rank == 3:
+        dist.destroy_process_group(first)
+    groups = [new_group(ranks) for ranks in ([1, 3], [2, 3], [0, 1, 2, 3], [1, 3], [0, 2])]
+    if dist.get_backend() == "gloo":
+        met = process_group._met_beside[dist.group.WORLD]
+        expected = {0: 2, 1: 2, 2: 2, 3: 3}
+        assert len(met) == expected[rank], met
+    found = []
+    for group in groups:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            tensor, received = mine(3), torch.zeros(1)
+            dist.all_reduce(tensor, group=group)
+            size, place = dist.get_world_size(group), dist.get_rank(group)
+            sent = dist.isend(tensor[:1] + rank, group=group, group_dst=(place + 1) % size)
+            dist.recv(received, group=group, group_src=(place - 1) % size)
+            sent.wait()
+            found += [tensor, received]
     dist.barrier()
     return found
 

@@ -66,20 +66,20 @@ def launch():
 
 def together(*bodies):
     """Each body on a thread of its own; what they return or raise."""
-    found = [None] * len(bodies)
+    results = [None] * len(bodies)
 
     def run(index, body):
         try:
-            found[index] = body()
+            results[index] = body()
         except BaseException as error:
-            found[index] = error
+            results[index] = error
 
     threads = [threading.Thread(target=run, args=each) for each in enumerate(bodies)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return results
 
 
 def meet(info, rounds=20, timeout_s=20):
@@ -150,8 +150,8 @@ def test_a_hostile_client_in_a_loop_changes_nothing(launch, attack):
         meetings = 0
         while meetings < 2 or count[0] <= 3:
             meetings, start = meetings + 1, time.monotonic()
-            found = together(*[lambda rank=rank: meet(launch(rank)) for rank in range(2)])
-            assert found == [[0, 1]] * 2
+            outcomes = together(*[lambda rank=rank: meet(launch(rank)) for rank in range(2)])
+            assert outcomes == [[0, 1]] * 2
             assert time.monotonic() - start < 15
 
 
@@ -165,8 +165,8 @@ def test_a_thousand_idle_connections_do_not_delay(launch, caplog):
         finally:
             os._exit(1)
     start = time.monotonic()
-    found = together(*[lambda rank=rank: meet(launch(rank), 400) for rank in range(2)])
-    assert found == [[0, 1]] * 2
+    outcomes = together(*[lambda rank=rank: meet(launch(rank), 400) for rank in range(2)])
+    assert outcomes == [[0, 1]] * 2
     assert time.monotonic() - start < 30
     assert os.waitpid(stranger, os.WNOHANG) == (0, 0), "it was not let stay"
     os.kill(stranger, signal.SIGKILL)
@@ -206,8 +206,8 @@ def test_strangers_cannot_take_the_descriptors_that_ranks_need(fork):
                     pass
             return Coordinator(info, timeout_s=10).allgather_object(coor.rank)
 
-    found = fork(body, 3).outcomes()
-    assert [each.value for each in found] == [[0, 1, 2]] * 3, found
+    outcomes = fork(body, 3).outcomes()
+    assert [each.value for each in outcomes] == [[0, 1, 2]] * 3, outcomes
 
 
 def test_a_slow_writer_and_half_open_connections_do_not_delay(launch):
@@ -220,10 +220,10 @@ def test_a_slow_writer_and_half_open_connections_do_not_delay(launch):
     halves = [socket.create_connection(launch.address) for _ in range(10)]
     for half in halves:
         half.shutdown(socket.SHUT_WR)
-    found = together(
+    outcomes = together(
         *[lambda rank=rank: meet(launch(rank)) for rank in range(2)], *[drip for _ in range(5)]
     )
-    assert found[:2] == [[0, 1]] * 2
+    assert outcomes[:2] == [[0, 1]] * 2
     for half in halves:
         half.close()
 
@@ -249,11 +249,11 @@ def test_a_rank_of_another_launch_is_rejected_at_once(launch, what, caplog):
         return meet(launch(1))
 
     start = time.monotonic()
-    found = together(lambda: meet(launch(0)), wrong, late)
+    outcomes = together(lambda: meet(launch(0)), wrong, late)
     os.close(other_fd)
-    assert found[0] == found[2] == [0, 1]
-    assert isinstance(found[1], CoordinatorError), found[1]
-    assert text in str(found[1])
+    assert outcomes[0] == outcomes[2] == [0, 1]
+    assert isinstance(outcomes[1], CoordinatorError), outcomes[1]
+    assert text in str(outcomes[1])
     assert time.monotonic() - start < 15
     assert f"a connection from 127.0.0.1 {logged}" in caplog.text
 
@@ -281,8 +281,8 @@ def test_a_replayed_handshake_is_rejected(launch):
             Coordinator(launch(1, master_port=relay.getsockname()[1]), timeout_s=1)
         return meet(launch(1))
 
-    found = together(lambda: meet(launch(0)), first, overhear)
-    assert found == [[0, 1], [0, 1], None]
+    outcomes = together(lambda: meet(launch(0)), first, overhear)
+    assert outcomes == [[0, 1], [0, 1], None]
     assert recorded[1][:1] == b"\x02"
 
 
@@ -590,9 +590,9 @@ def test_a_rank_0_of_another_version_is_named_at_once(launch):
         return Coordinator(launch(1, master_port=server.getsockname()[1]), timeout_s=20)
 
     start = time.monotonic()
-    _, found = together(greet, come)
+    _, error = together(greet, come)
     server.close()
-    assert f"it speaks protocol 3, not {VERSION}" in str(found) and time.monotonic() < start + 15
+    assert f"it speaks protocol 3, not {VERSION}" in str(error) and time.monotonic() < start + 15
 
 
 def test_a_false_rank_0_is_detected(launch):
@@ -618,23 +618,23 @@ def test_a_false_rank_0_is_detected(launch):
 
 def listening():
     """Sockets of this machine's network that listen, by inode: where."""
-    found = {}
+    addresses = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A":  # TCP_LISTEN
-                found[fields[9]] = fields[1].partition(":")[0]
-    return found
+                addresses[fields[9]] = fields[1].partition(":")[0]
+    return addresses
 
 
 def sockets_of(pid):
     """The inodes of a process's sockets."""
-    found = set()
+    inodes = set()
     with contextlib.suppress(OSError):
         for fd in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
-                found.add(os.readlink(fd).removeprefix("socket:[").rstrip("]"))
-    return found
+                inodes.add(os.readlink(fd).removeprefix("socket:[").rstrip("]"))
+    return inodes
 
 
 @pytest.mark.parametrize("nodes", [[2], [1, 1], [2, 2]], ids=str)

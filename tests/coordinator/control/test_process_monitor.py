@@ -14,10 +14,10 @@ from launcher import LaunchInfo
 
 @pytest.mark.parametrize("reaped", [False, True])
 @pytest.mark.parametrize(
-    "end, said",
+    "end, text",
     [(lambda: os._exit(3), "code 3"), (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL")],
 )
-def test_how_a_process_ended_is_known(end, said, reaped):
+def test_how_a_process_ended_is_known(end, text, reaped):
     """From /proc while nobody has waited for it; afterwards from its pidfd, if the kernel tells."""
     pid = os.fork()
     if pid == 0:
@@ -30,7 +30,7 @@ def test_how_a_process_ended_is_known(end, said, reaped):
     if reaped:
         os.waitpid(pid, 0)
     assert process.dies_within(5)
-    assert said in process.state() or (reaped and process.state() == "exited")
+    assert text in process.state() or (reaped and process.state() == "exited")
     process.close()
     if not reaped:
         os.waitpid(pid, 0)

@@ -109,13 +109,13 @@ def waited(coors, victim, timeout_s, meet_survivors=lambda: None):
 
     meet_survivors: for who closes is no excuse for who is still waiting.
     """
-    found = {}
+    results = {}
     for coor in coors.values():
         coor.timeout_s = timeout_s
     waiting = {name: coor for name, coor in coors.items() if waits_for(name, coor, victim)}
     threads = together(
         [
-            lambda name=name, coor=coor: found.update({name: outcome(name, coor)})
+            lambda name=name, coor=coor: results.update({name: outcome(name, coor)})
             for name, coor in waiting.items()
         ]
     )
@@ -125,7 +125,7 @@ def waited(coors, victim, timeout_s, meet_survivors=lambda: None):
     for coor in coors.values():
         with contextlib.suppress(CoordinatorError):
             coor.close(timeout_s=0.3)
-    return found
+    return results
 
 
 def run(info, names, victim, fault, timeout_s, whole=None, meet_survivors=lambda: None, **timings):

@@ -56,17 +56,19 @@ def among_processes(
     def body(info):
         return EVERY["run"](info, names, victim, None, timeout_s, fall, survivors.wait, **timings)
 
-    found = fork(body, sum(nodes), nodes).outcomes(stragglers=[victim] if stopped else [])
+    outcomes = fork(body, sum(nodes), nodes).outcomes(stragglers=[victim] if stopped else [])
     fell_at = json.loads(os.read(reading, 100))
     os.close(reading)
     os.close(writing)
-    assert all(each.error == "" for rank, each in enumerate(found) if rank != victim), found
-    yield from _rows(((rank, each.value or {}) for rank, each in enumerate(found)), names, fell_at)
+    assert all(each.error == "" for rank, each in enumerate(outcomes) if rank != victim), outcomes
+    yield from _rows(
+        ((rank, each.value or {}) for rank, each in enumerate(outcomes)), names, fell_at
+    )
 
 
-def _rows(found, names, fell_at):
+def _rows(results, names, fell_at):
     seen = set()
-    for rank, calls in found:
+    for rank, calls in results:
         for name, (error, text, took_s, at) in calls.items():
             seen.add(name)
             yield name, rank, error, text, took_s, at - fell_at
@@ -208,9 +210,9 @@ def test_what_a_living_rank_does_wrong_reaches_the_others(fork, layout, victim, 
     what, names, check = ALIVE[fault]
     nodes = LAYOUTS[layout]
     body = lambda info: EVERY["run"](info, names, victim, what, 20.0)  # noqa: E731
-    found = fork(body, sum(nodes), nodes).outcomes()
-    assert all(each.error == "" for each in found), found
-    for row in _rows(((rank, each.value) for rank, each in enumerate(found)), names, 0.0):
+    outcomes = fork(body, sum(nodes), nodes).outcomes()
+    assert all(each.error == "" for each in outcomes), outcomes
+    for row in _rows(((rank, each.value) for rank, each in enumerate(outcomes)), names, 0.0):
         check(row, victim)
         assert row[4] < SLACK_S, row
 
@@ -219,8 +221,8 @@ def test_what_a_living_rank_does_wrong_reaches_the_others(fork, layout, victim, 
 @among_threads
 def test_what_a_thread_as_a_rank_does_wrong_reaches_the_others(ranks, nodes, victim, fault):
     what, names, check = ALIVE[fault]
-    found = ranks(lambda info: EVERY["run"](info, names, victim, what, 20.0), sum(nodes), nodes)
-    for row in _rows(enumerate(found), names, 0.0):
+    results = ranks(lambda info: EVERY["run"](info, names, victim, what, 20.0), sum(nodes), nodes)
+    for row in _rows(enumerate(results), names, 0.0):
         check(row, victim)
         assert row[4] < SLACK_S, row
 
@@ -234,8 +236,8 @@ def test_a_slow_thread_is_named_at_the_deadline(ranks, nodes, victim):
         stay = lambda _: gave_up.wait(20)  # noqa: E731
         return EVERY["run"](info, CALLS, victim, stay, 1.0, meet_survivors=lambda: others.wait(20))
 
-    found = ranks(body, sum(nodes), nodes)
-    for row in _rows(enumerate(found), CALLS, 0.0):
+    results = ranks(body, sum(nodes), nodes)
+    for row in _rows(enumerate(results), CALLS, 0.0):
         name, _, error, text, took_s, _ = row
         assert error == "CoordinatorTimeout" and f"rank {victim} (host" in text, row
         assert is_in_call(name, text) and took_s < 1.0 + SLACK_S, row
@@ -243,11 +245,11 @@ def test_a_slow_thread_is_named_at_the_deadline(ranks, nodes, victim):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_different_arguments_are_a_different_call(coordinated, layout):
-    found = coordinated(
+    outcomes = coordinated(
         lambda coor: coor.broadcast(b"x", coor.rank % 2), sum(LAYOUTS[layout]), LAYOUTS[layout]
     )
-    assert {outcome.error for outcome in found} == {"CoordinatorError"}, found
-    assert all("src" in outcome.text for outcome in found), found
+    assert {outcome.error for outcome in outcomes} == {"CoordinatorError"}, outcomes
+    assert all("src" in outcome.text for outcome in outcomes), outcomes
 
 
 def test_a_late_rank_hears_that_the_others_have_given_up(coordinated):

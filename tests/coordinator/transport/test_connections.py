@@ -29,8 +29,8 @@ def test_every_two_ranks_are_connected_and_to_each_other(ranks, nodes):
             coor.barrier()
             return sorted(heard)
 
-    found = ranks(body, 5, nodes)
-    assert found == [[r for r in range(5) if r != rank] for rank in range(5)]
+    results = ranks(body, 5, nodes)
+    assert results == [[r for r in range(5) if r != rank] for rank in range(5)]
 
 
 def test_a_subgroup_has_connections_by_its_own_ranks(ranks):
@@ -86,7 +86,7 @@ def test_a_rank_that_does_not_come_is_named(ranks_or_errors):
                 coor.connections(timeout_s=1)
 
     begun = time.monotonic()
-    found = ranks_or_errors(body, 3)
+    outcomes = ranks_or_errors(body, 3)
     assert time.monotonic() - begun < 10
-    for error in (found[0], found[2]):
+    for error in (outcomes[0], outcomes[2]):
         assert isinstance(error, CoordinatorError) and "rank 1" in str(error)

@@ -101,24 +101,24 @@ def outcomes(processes, limit_s=30):
     return [json.loads(each.communicate(timeout=limit_s)[0].splitlines()[-1]) for each in processes]
 
 
-def addresses(found):
-    assert [each["error"] for each in found] == [""] * len(found), found
-    assert all(each["value"] == list(range(len(found))) for each in found)
-    return [each["address"] for each in found]
+def addresses(results):
+    assert [each["error"] for each in results] == [""] * len(results), results
+    assert all(each["value"] == list(range(len(results))) for each in results)
+    return [each["address"] for each in results]
 
 
 def test_two_hosts_meet_by_the_address_between_them(hosts):
     hosts.cable()
-    found = outcomes(hosts.start_all("10.81.0.1", MEET, world=4))
-    assert addresses(found) == ["10.81.0.1"] * 2 + ["10.81.0.2"] * 2
+    results = outcomes(hosts.start_all("10.81.0.1", MEET, world=4))
+    assert addresses(results) == ["10.81.0.1"] * 2 + ["10.81.0.2"] * 2
 
 
 def test_a_name_that_is_loopback_to_its_own_host_is_no_trap(hosts):
     hosts.cable()
     a, b = hosts.names
     hosts.tables(f"127.0.1.1 {a}\n10.81.0.2 {b}", f"127.0.1.1 {b}\n10.81.0.1 {a}")
-    found = outcomes(hosts.start_all(a, MEET, world=4))
-    assert addresses(found) == ["10.81.0.1"] * 2 + ["10.81.0.2"] * 2
+    results = outcomes(hosts.start_all(a, MEET, world=4))
+    assert addresses(results) == ["10.81.0.1"] * 2 + ["10.81.0.2"] * 2
 
 
 def test_hosts_that_know_nothing_but_ipv6_meet(hosts):
@@ -136,8 +136,8 @@ def test_of_several_interfaces_the_one_towards_the_master_is_taken(hosts):
         ip("-n", name, "link", "add", "docker0", "type", "bridge")
         ip("-n", name, "addr", "add", "172.17.0.1/16", "dev", "docker0")
         ip("-n", name, "link", "set", "docker0", "up")
-    found = outcomes(hosts.start_all("10.82.0.1", MEET))
-    assert addresses(found) == ["10.82.0.1", "10.82.0.2"]
+    results = outcomes(hosts.start_all("10.82.0.1", MEET))
+    assert addresses(results) == ["10.82.0.1", "10.82.0.2"]
 
 
 def test_a_bridge_beside_a_loopback_name_is_no_trap(hosts):
@@ -168,18 +168,18 @@ def test_only_the_address_between_the_hosts_is_listened_on(hosts):
 
 def test_a_master_that_cannot_be_reached_is_named(hosts):
     hosts.cable()
-    (found,) = outcomes([hosts.start(1, 1, 2, "10.81.0.77", MEET, timeout_s=1)])
-    assert found["error"] == "CoordinatorTimeout"
+    (result,) = outcomes([hosts.start(1, 1, 2, "10.81.0.77", MEET, timeout_s=1)])
+    assert result["error"] == "CoordinatorTimeout"
     for word in ("rank 1", hosts.names[1], "10.81.0.77:24680"):
-        assert word in found["text"], found
+        assert word in result["text"], result
 
 
 def test_a_name_that_nobody_knows_is_named(hosts):
     hosts.cable()
     hosts.tables("", "")
-    (found,) = outcomes([hosts.start(1, 1, 2, "nowhere.invalid", MEET, timeout_s=1)])
-    assert found["error"] == "CoordinatorError"
-    assert "rank 1" in found["text"] and "nowhere.invalid" in found["text"], found
+    (result,) = outcomes([hosts.start(1, 1, 2, "nowhere.invalid", MEET, timeout_s=1)])
+    assert result["error"] == "CoordinatorError"
+    assert "rank 1" in result["text"] and "nowhere.invalid" in result["text"], result
 
 
 # Both hosts, the errno once the kernel gave one, and since when.
@@ -285,10 +285,12 @@ def test_a_process_stopped_on_another_host_is_told_from_a_cut_cable(hosts):
     processes = hosts.start_all("10.81.0.1", LOOP, timeout_s=4)
     met(processes)
     os.kill(processes[1].pid, signal.SIGSTOP)
-    (found,) = outcomes(processes[:1])
+    (result,) = outcomes(processes[:1])
     os.kill(processes[1].pid, signal.SIGKILL)
-    assert found["error"] == "CoordinatorTimeout"
-    assert "suspended, or stuck" in found["text"] and "has not answered" not in found["text"], found
+    assert result["error"] == "CoordinatorTimeout"
+    assert "suspended, or stuck" in result["text"] and "has not answered" not in result["text"], (
+        result
+    )
 
 
 def test_a_cable_that_is_plugged_in_again_in_time_is_no_error(hosts):

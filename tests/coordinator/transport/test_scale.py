@@ -23,11 +23,11 @@ def test_every_node_hangs_once_below_the_root(size):
 @given(st.integers(1, 1024), st.data())
 def test_a_subtree_is_a_node_and_what_hangs_below(size, data):
     node = data.draw(st.integers(0, size - 1))
-    found, waiting = set(), [node]
+    nodes, waiting = set(), [node]
     while waiting:
-        found.add(waiting[-1])
+        nodes.add(waiting[-1])
         waiting += children_of(waiting.pop(), size)
-    assert found == set(subtree_of(node, size))
+    assert nodes == set(subtree_of(node, size))
 
 
 def test_a_thousand_and_twenty_four_nodes_are_ten_steps_from_the_root():
@@ -97,6 +97,6 @@ def test_many_ranks_meet_in_two_seconds(coordinated, nodes):
         coor.barrier()
         return time.time()
 
-    found = coordinated(body, sum(nodes), nodes, timeout_s=30)
-    assert all(outcome.error == "" for outcome in found), found
-    assert max(outcome.value for outcome in found) - begun < 2 + 4  # and the forking of 64
+    outcomes = coordinated(body, sum(nodes), nodes, timeout_s=30)
+    assert all(outcome.error == "" for outcome in outcomes), outcomes
+    assert max(outcome.value for outcome in outcomes) - begun < 2 + 4  # and the forking of 64
