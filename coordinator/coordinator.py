@@ -575,7 +575,10 @@ class Coordinator(Collectives):
         """The failed ranks but for those that may only have noticed the failure of another."""
         hearsay = (FailureReason.LEFT, FailureReason.REPORTED)
         ended = {failure.rank for failure in self.failures() if failure.reason not in hearsay}
-        return ended | ({*self._group.detector.monitor.suspended()} if self._group else set())
+        if self._group is not None:  # what was reported of these says no more than that
+            ended |= self._group.detector.monitor.suspended()
+        server = self._session.server if self._session is not None else None
+        return ended | (server.unreachable() if server is not None else set())
 
     # ---- looking ----
 

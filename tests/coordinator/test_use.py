@@ -7,8 +7,8 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -325,17 +325,12 @@ def test_locks_leave_no_file_whoever_dies_holding_one(fork, tmp_path, monkeypatc
                 # Of one name: who left before this rank came may be removing its folder still.
                 return len({path.name for path in tmp_path.rglob("*.lock")})
 
-<<<<<<< HEAD
-    found = fork(body, 3).outcomes()
-    assert [each.value for each in found] == [1, 1, None], found
+    outcomes = fork(body, 3).outcomes()
+    assert [each.value for each in outcomes] == [1, 1, None], outcomes
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     locks = Locks("the next launch")  # removes what others still saw in use as rank 2 ended
     locks.path("a")
     locks.close()
-=======
-    outcomes = fork(body, 3).outcomes()
-    assert [each.value for each in outcomes] == [1, 1, None], outcomes
->>>>>>> main
     assert list(tmp_path.iterdir()) == []
 
 
