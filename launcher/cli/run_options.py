@@ -35,12 +35,13 @@ def add_options(run: argparse.ArgumentParser) -> None:
         help="ranks on this node: a number, cpu (one per core), gpu (one per GPU), or auto (gpu if "
         "there is one, else cpu); default: %(default)s",
     )
-    run.add_argument(
+    launcher_option = run.add_argument(
         "--launcher",
         default="multiprocessing",
         metavar="NAME",
         help=f"{', '.join(registry.BUILT_IN)}, or an installed one; default: %(default)s",
     )
+    launcher_option.completer = lambda **_: registry.BUILT_IN  # type: ignore[attr-defined]
     _add_nodes(run)
     run.add_argument(
         "--log-dir", metavar="FOLDER", help="write a file per rank and stream; default: none"
@@ -126,7 +127,8 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """
     index = 1
     while index < len(arguments) and arguments[index].startswith("-"):
-        index += 1 if _stands_alone(_dashed(arguments[index])) else 2
+        is_alone = _stands_alone(_dashed(arguments[index])) or _is_option(arguments[index + 1 :])
+        index += 1 if is_alone else 2
     words = [_dashed(word) for word in arguments[:index]] + list(arguments[index : index + 1])
     return words, list(arguments[index + 1 :])
 
@@ -135,6 +137,11 @@ def _dashed(word: str) -> str:
     """--node_rank=1 as --node-rank=1."""
     name, equals, value = word.partition("=")
     return (name.replace("_", "-") if name.startswith("--") else name) + equals + value
+
+
+def _is_option(words: Sequence[str]) -> bool:
+    """True if the first of the words, if there is one, can only be an option, unlike -1."""
+    return bool(words) and words[0].startswith("-") and words[0].lstrip("-")[:1].isalpha()
 
 
 def _stands_alone(word: str) -> bool:

@@ -57,6 +57,13 @@ def test_a_typo_is_told_with_the_nearest_name(line, hint, capsys):
     assert error.startswith(f"usage: drumline {command if command in cli.COMMANDS else '['}")
 
 
+def test_an_unknown_option_before_others_is_what_is_refused(capsys):
+    """The option after it was taken for its value, and its own value for the script."""
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--no-python", "-n", "2", "script.py"], "drumline")
+    assert capsys.readouterr().err.endswith("unrecognized arguments: --no-python\n")
+
+
 def test_a_missing_script_is_all_that_is_asked_for(capsys):
     with pytest.raises(SystemExit):
         cli.main(["run", "-n", "2"], "drumline")
@@ -157,6 +164,7 @@ def test_max_restarts_is_a_number(capsys):
     [
         ("drumline ser", ["serve"]),
         ("drumline run --max", ["--max-restarts"]),
+        ("drumline run --launcher th", ["threads"]),
         ("drumline serve --max-w", ["--max-waiting"]),
     ],
 )
