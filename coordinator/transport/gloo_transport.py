@@ -148,6 +148,8 @@ class GlooTransport:
             work.wait(SLICE)
         except RuntimeError as error:
             raise TreeLinkBroken(UNNAMED, f"gloo: {error}") from error
+        finally:
+            del work  # the traceback of an error would keep gloo's threads beyond close()
 
     def close(self) -> None:
         if self._gloo is not None:

@@ -235,10 +235,12 @@ def test_the_master_goes_first_over_all_nodes(ranks):
 
 def test_a_dead_master_is_not_waited_for(fork):
     def body(info):
-        with Coordinator(info, timeout_s=30) as coor, coor.local_master_first():
-            if coor.is_local_master():
-                time.sleep(0.2)
-                os._exit(7)
+        with Coordinator(info, timeout_s=30) as coor:
+            coor.barrier()  # who joins still hears of its end in other words
+            with coor.local_master_first():
+                if coor.is_local_master():
+                    time.sleep(0.2)
+                    os._exit(7)
 
     start = time.monotonic()
     outcomes = fork(body, 3).outcomes()

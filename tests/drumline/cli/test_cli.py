@@ -353,7 +353,7 @@ def test_an_unmodified_script_runs_over_the_ranks_and_ends_them_with_its_code(
     assert "ranks [0, 1]" in out and "torch.Size([1, 11])" in out and "55 54 10" in out, err
     assert "devices ['cpu', 'rank 1 cpu'] model.embed_tokens" in out
     assert "other ranks serve its first model" in out
-    assert master.returncode == 7 and server.wait(timeout=10) == 7 and not server.stdout.read()
+    assert master.returncode == 7 and server.wait(timeout=60) == 7 and not server.stdout.read()
 
 
 @pytest.mark.parametrize("is_read_before", [True, False])
