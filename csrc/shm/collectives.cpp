@@ -156,56 +156,52 @@ void allreduce_inline(ShmCommunicator& comm, const char* send, char* recv,
     reduce(recv, operands.inline_values(), comm.nranks, call.count, divisor_for(comm, call.op));
 }
 
-// What a rank puts into its slot for the next round.
-struct Staged {
-    char* slot = nullptr;
-    const char* from = nullptr;
-    size_t nbytes = 0;
-};
-
-// Reduces `nbytes` of this round and stages the next one, strip by strip: stores to the one slot
-// and loads from the other overlap. What another core has written is prefetched explicitly, since
-// no processor does that by itself.
-void reduce_and_stage(const ShmCommunicator& comm, Reduce reduce, char* out, size_t nbytes,
-                      Operands& operands, size_t size, int divisor, const Staged& next) {
-    constexpr size_t strip_bytes = 1 << 10, ahead_bytes = 4 << 10;
-    for (size_t i = 0; i < nbytes; i += strip_bytes) {
-        size_t strip = std::min(strip_bytes, nbytes - i);
-        size_t ahead = std::min(strip_bytes, nbytes - std::min(nbytes, i + ahead_bytes));
-        for_each_peer(comm, [&](int peer) {
-            const char* lines = static_cast<const char*>(operands.current()[peer]) + ahead_bytes;
-            for (size_t j = 0; j < ahead; j += 64) __builtin_prefetch(lines + j);
-        });
-        if (i < next.nbytes)
-            std::memcpy(next.slot + i, next.from + i, std::min(strip_bytes, next.nbytes - i));
-        reduce(out + i, operands.current(), comm.nranks, strip / size, divisor);
-        operands.advance(strip);
+// Reduces a whole round and prefetches `later`, which is staged after the next round: memory is
+// idle while lines come from the peer. In strips, so that neither keeps the other waiting.
+void reduce_with_prefetch(const ShmCommunicator& comm, Reduce reduce, char* out, Operands& operands,
+                          size_t size, int divisor, const char* later, size_t later_bytes) {
+    constexpr size_t strip_bytes = 1 << 10;
+    for (size_t i = 0; i < comm.slot_bytes(); i += strip_bytes) {
+        for (size_t j = i; j < std::min(i + strip_bytes, later_bytes); j += 64)
+            __builtin_prefetch(later + j);
+        reduce(out + i, operands.current(), comm.nranks, strip_bytes / size, divisor);
+        operands.advance(strip_bytes);
     }
 }
 
-// Every rank reads everything: one step a round, most traffic. Of two ranks, each stages the next
-// round while it reduces this one (see writer()).
+// Every rank reads everything: one step a round, most traffic. Two ranks stage the next round and
+// arrive at its step before they reduce this one, so that neither waits for the other's reduction.
+// That is safe for two only: a rank fills next the slot that it has read itself (see writer()).
 void allreduce_one_shot(ShmCommunicator& comm, const char* send, char* recv,
                         const CallSignature& call, size_t size, Reduce reduce) {
     Operands operands(comm);
-    size_t total = call.count * size, whole = comm.slot_bytes() / size * size;
-    auto part = [&](size_t first) { return std::min(whole, total - first); };
-    bool tries_in_place = send == recv && total >= min_in_place_bytes;
-    uint64_t reference = tries_in_place ? comm.memory().reference(recv, total) : 0;
-    if (begin_in_place(comm, call, reference,
-                       [&] { comm.put(comm.slot(comm.rank), send, part(0)); }))
+    uint64_t whole = comm.slot_bytes() / size;
+    int divisor = divisor_for(comm, call.op);
+    auto part = [&](uint64_t first) { return std::min(whole, call.count - first); };
+    auto stage = [&](uint64_t first) {
+        comm.put(comm.slot(comm.rank), send + first * size, part(first) * size);
+    };
+    bool tries_in_place = send == recv && call.count * size >= min_in_place_bytes;
+    uint64_t reference = tries_in_place ? comm.memory().reference(recv, call.count * size) : 0;
+    if (begin_in_place(comm, call, reference, [&] { stage(0); }))
         return allreduce_in_place(comm, call, size, reduce);
-    for (size_t first = 0, next = whole;; first = next, next += whole) {
-        operands.in_slots(send + first, 0);
-        Staged staged;
-        if (next < total) {
+    bool prefetches = call.count * size >= min_prefetch_bytes;
+    for (uint64_t first = 0, next = whole;; first = next, next += whole) {
+        const void* const* sources = operands.in_slots(send + first * size, 0);
+        bool has_next = next < call.count;
+        if (has_next) {
             comm.next_round();
-            staged = {comm.slot(comm.rank), send + next, part(next)};
+            stage(next);
+            comm.arrive();
         }
-        reduce_and_stage(comm, reduce, recv + first, part(first), operands, size,
-                         divisor_for(comm, call.op), staged);
-        if (next >= total) return;
-        comm.step();
+        uint64_t later = next + whole;
+        if (prefetches && later < call.count)
+            reduce_with_prefetch(comm, reduce, recv + first * size, operands, size, divisor,
+                                 send + later * size, part(later) * size);
+        else
+            reduce(recv + first * size, sources, comm.nranks, part(first), divisor);
+        if (!has_next) return;
+        comm.await();
     }
 }
 

@@ -11,7 +11,8 @@ namespace shm {
 enum class AllreduceAlgorithm { one_shot, two_shot };
 
 // One shot reads (n - 1) S of the peers in one step, two shots about 2 S in two. For two ranks one
-// shot is never more, and takes one step a round.
+// shot is never more, and only it may be staged a round ahead: with more ranks, a slower one may
+// still read the slot.
 inline AllreduceAlgorithm choose_allreduce(uint64_t nbytes, int nranks, size_t slot_bytes) {
     if (nranks == 2) return AllreduceAlgorithm::one_shot;
     uint64_t limit = std::min<uint64_t>((128u << 10) / nranks, slot_bytes);
@@ -20,6 +21,9 @@ inline AllreduceAlgorithm choose_allreduce(uint64_t nbytes, int nranks, size_t s
 
 // Below this, staging costs less than the second step that reducing in place takes.
 constexpr size_t min_in_place_bytes = 16 << 10;
+
+// From this on, what a rank needs next lies in memory, and not in a cache.
+constexpr size_t min_prefetch_bytes = 4 << 20;
 
 struct Piece {
     uint64_t first;
