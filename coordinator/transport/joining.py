@@ -107,6 +107,8 @@ class _Joining:
             tree, self.tree = self.tree, self._connect_by_gloo()
             if tree is not None:
                 tree.close()
+            # A rank that left while others still connect would break all their connections.
+            self.rendezvous.exchange("connected", b"")
         self.detector = FailureDetector(self.key, self.session, self.rank, everyone)
         if self.segment is not None:
             self.detector.share(self.shm_domain, self.segment)

@@ -2,11 +2,13 @@
 
 import contextlib
 import socket
+import threading
 import time
 
 import pytest
 
 from coordinator import Coordinator, CoordinatorError
+from coordinator.store import torch_store
 from coordinator.transport.connections import PeerConnector
 
 
@@ -90,3 +92,20 @@ def test_a_rank_that_does_not_come_is_named(ranks_or_errors):
     assert time.monotonic() - begun < 10
     for error in (outcomes[0], outcomes[2]):
         assert isinstance(error, CoordinatorError) and "rank 1" in str(error)
+
+
+def test_over_gloo_a_rank_may_leave_as_soon_as_it_has_joined(ranks, monkeypatch):
+    """Another one still connected, and lost what it had."""
+    wait, late = torch_store.TorchStore.wait, threading.local()
+
+    def wait_and_sleep(store, keys, timeout=None):
+        wait(store, keys, timeout)
+        time.sleep(0.1 * hasattr(late, "here"))
+
+    def body(info):
+        if info.rank == 1:
+            late.here = True
+        Coordinator(info, transport="gloo", timeout_s=60).close()
+
+    monkeypatch.setattr(torch_store.TorchStore, "wait", wait_and_sleep)
+    ranks(body, 4)
