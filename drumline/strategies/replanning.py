@@ -27,9 +27,7 @@ from drumline.timings import TIMINGS
 log = logging.getLogger("drumline")
 
 BY_MEMORY = ("auto", "balanced", "sequential")
-REPEAT = (
-    "The next call plans over the ranks that are left, and loads what they miss: repeat this one."
-)
+REPEAT = "The next call loads the model anew over the ranks that are left: repeat this one."
 
 
 def load_replanning(path: str | Path, coor: Coordinator | None, options: LoadOptions) -> Any:
