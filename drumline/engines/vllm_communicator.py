@@ -17,29 +17,16 @@ from communicator import compile as compiled
 from drumline.engines.vllm import timeout_s
 
 
-class VllmCommunicator(CpuCommunicator):  # type: ignore[misc]  # vLLM has no types here
-    """One group. What it takes over from vLLM's CPU communicator is the exchange of experts."""
+class VllmCalls:
+    """The calls that every device has, for a class that sets self.comm, before vLLM's own class."""
+
+    comm: Communicator
+    _name: str  # of comm in compiled functions
+    rank_in_group: int
+    world_size: int
+    ranks: list[int]
 
     supports_tensor_dict = True  # so vLLM gives the tensors between pipeline stages to this class
-
-    def __init__(
-        self,
-        cpu_group: ProcessGroup,
-        device: torch.device | None = None,
-        device_group: ProcessGroup | None = None,
-        unique_name: str = "",
-        use_all2all: bool = False,
-    ) -> None:
-        # Not CpuCommunicator's, which opens shared memory of its own.
-        DeviceCommunicatorBase.__init__(
-            self, cpu_group, device, device_group, unique_name, use_all2all=use_all2all
-        )
-        self.comm = Communicator.over(cpu_group, timeout_s=timeout_s(), device_type="cpu")
-        self._name = compiled.name(self.comm)
-        if self.use_all2all:
-            from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
-
-            self.all2all_manager = AgRsAll2AllManager(cpu_group)
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
@@ -105,3 +92,26 @@ class VllmCommunicator(CpuCommunicator):  # type: ignore[misc]  # vLLM has no ty
 
     def destroy(self) -> None:
         self.comm.close()
+
+
+class VllmCommunicator(VllmCalls, CpuCommunicator):  # type: ignore[misc]  # vLLM has no types here
+    """One group of CPUs. vLLM's own class exchanges experts, by these calls."""
+
+    def __init__(
+        self,
+        cpu_group: ProcessGroup,
+        device: torch.device | None = None,
+        device_group: ProcessGroup | None = None,
+        unique_name: str = "",
+        use_all2all: bool = False,
+    ) -> None:
+        # Not CpuCommunicator's, which opens shared memory of its own.
+        DeviceCommunicatorBase.__init__(
+            self, cpu_group, device, device_group, unique_name, use_all2all=use_all2all
+        )
+        self.comm = Communicator.over(cpu_group, timeout_s=timeout_s(), device_type="cpu")
+        self._name = compiled.name(self.comm)
+        if self.use_all2all:
+            from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
+
+            self.all2all_manager = AgRsAll2AllManager(cpu_group)
