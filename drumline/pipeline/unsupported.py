@@ -256,9 +256,10 @@ class _ReadOnlyTensor:
         for tensor in read_only:
             if any(tensor is leaf for leaf in written):
                 name, rank = tensor.__dict__["_read_only_origin"]
-                scale, is_number = tensor.__dict__["_scale"], type(args[-1]) in (int, float)
-                if scale and func.__name__ in SCALING_METHODS and is_number and not kwargs:
-                    scale(rank, name, func.__name__, args[-1])
+                scale, numbers = tensor.__dict__["_scale"], args[1:]
+                is_scaled = func.__name__ in SCALING_METHODS and not kwargs
+                if scale and is_scaled and [type(n) in (int, float) for n in numbers] == [True]:
+                    scale(rank, name, func.__name__, *numbers)
                     return tensor
                 where = f"rank {rank}" if rank else "disk"
                 raise DrumlineError(
