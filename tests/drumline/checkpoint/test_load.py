@@ -456,7 +456,7 @@ def test_more_and_longer_sequences_leave_less_memory_for_weights(checkpoints, ra
     ("key", "value", "expected"),
     [
         ("rope_parameters", {"rope_type": "default", "rope_theta": 7.0}, "rope_theta is 10000.0"),
-        ("intermediate_size", 96, "intermediate_size is 64 on rank 0 and 96 on rank 1"),
+        ("intermediate_size", 96, "intermediate_size is 48 on rank 0 and 96 on rank 1"),
     ],
 )
 def test_a_config_that_differs_is_named_by_its_first_field_and_both_values(
