@@ -96,8 +96,8 @@ GPU_RESULTS ?= $(or $(OUT),build)/gpu-results.tgz
 gpu:
 	@$(GPU_PYTHON) -m tests.gpu.steps $(GPU_RESULTS) $(GPU_PARTS) $(if $(GPU_SECONDS),--seconds $(GPU_SECONDS))
 
-# For a machine with a GPU and no network: bring .gpu/ along (20 MB), with packages that it may lack
-# and, if there is nvcc here, the kernel of vLLM's source distribution, as a peer in a table.
+# For a machine with a GPU and no network: bring .gpu/ along (25 MB), with the native parts, packages
+# that it may lack and, if there is nvcc here, the kernel of vLLM's source distribution, as a peer.
 # (pip gets such a distribution only to build it, which fails; --no-clean keeps what it unpacked.)
 GPU_WHEELS := transformers==5.21.0 fastapi starlette uvicorn pydantic pydantic-core annotated-types \
     typing-inspection annotated-doc opentelemetry-api llguidance prometheus-client
@@ -105,6 +105,8 @@ GLIBCS := _2_31 _2_28 _2_27 _2_17 2014 1
 .PHONY: gpu-parts
 gpu-parts:
 	@rm -rf .gpu build/vllm && mkdir -p .gpu build/vllm
+	@$(PYTHON) setup.py -q build_ext --inplace && csrc/scripts/build_cuda.sh
+	@tar czf .gpu/native.tgz $$(find $(LAYERS) -name '*.so') && csrc/scripts/digest.sh > .gpu/native.digest
 	@$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp \
 	  --python-version $(or $(GPU_PYTHON_VERSION),3.12) $(GLIBCS:%=--platform manylinux%_x86_64) \
 	  -d .gpu $(GPU_WHEELS)

@@ -104,8 +104,8 @@ def install() -> type[CpuNccl]:
     pipeline_parallel._check_graphs = lambda chosen: None
     symm_mem.empty = torch.empty
     symm_mem.rendezvous = lambda tensor, group: None
-    torch.ops.symm_mem.one_shot_all_reduce_copy_out = (
-        lambda buffer, tensor, op, name, out: dist.all_reduce(out.copy_(tensor))
+    torch.ops.symm_mem.one_shot_all_reduce_copy_out = lambda buffer, tensor, op, name, out: (
+        dist.all_reduce(out.copy_(tensor))
     )
     start = dist.init_process_group
     dist.init_process_group = lambda backend, device_id=None, **rest: start("gloo", **rest)

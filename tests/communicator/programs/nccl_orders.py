@@ -65,9 +65,7 @@ class Orders(RuleBasedStateMachine):
         self.timeout_ms, self.num_calm = LONG_MS if polls else SHORT_MS, num_calm
         ctypes.CDLL(sys.argv[1]).stand_in_polls(polls)
         options = [f"stream={given_stream}"] if given_stream else []
-        self.host = Host(
-            sys.argv[1], *options, timeout_ms=self.timeout_ms, mode=ctypes.RTLD_GLOBAL
-        )
+        self.host = Host(sys.argv[1], *options, timeout_ms=self.timeout_ms, mode=ctypes.RTLD_GLOBAL)
         assert self.host.code == OK, self.host.error
         self.host.stand_in.stand_in_misuse.restype = ctypes.c_char_p
         self.given_stream, self.capture, self.captured_stream = given_stream, 0, 0
@@ -102,9 +100,7 @@ class Orders(RuleBasedStateMachine):
 
     def set_capture(self, stream, graph):
         self.captured_stream, self.capture = stream, graph
-        self.host.stand_in.stand_in_capture_on(
-            ctypes.c_void_p(stream), ctypes.c_ulonglong(graph)
-        )
+        self.host.stand_in.stand_in_capture_on(ctypes.c_void_p(stream), ctypes.c_ulonglong(graph))
 
     @precondition(lambda self: self.capture)
     @rule(is_kept=st.booleans())
