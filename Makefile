@@ -189,8 +189,8 @@ docs: .venv/ready
 
 # The wheel comes from the sdist, one for all Pythons (abi3), and is checked where nothing else is:
 # it alone is installed and starts ranks, every extra of a user resolves, and the small ones install.
-EXTRAS := models vllm accelerate serve gguf plot complete mpi ray cuda12 cuda13
-INSTALLED_EXTRAS := accelerate,serve,gguf,plot,complete
+EXTRAS := models vllm serve gguf plot complete mpi ray cuda12 cuda13
+INSTALLED_EXTRAS := serve,gguf,plot,complete
 RELEASE := build/release
 CLEAN = env -u PYTHONPATH $(CURDIR)/$(RELEASE)/clean/bin
 .PHONY: release
