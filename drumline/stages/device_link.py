@@ -34,7 +34,7 @@ class DeviceLink:
             self._stream = torch.cuda.Stream(comm.device)  # type: ignore[no-untyped-call]
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        return tensor.device == self.comm.device
+        return bool(tensor.device == self.comm.device)
 
     def send(self, tensors: Iterable[torch.Tensor]) -> None:
         """Enqueue them: later work on the stream may change them."""

@@ -43,7 +43,7 @@ class StageGroup:
         on_device: Communicator | None = None,
     ):
         self.rank, self.coor, self.monitor = rank, frames.coor, monitor
-        link = on_device and DeviceLink(_BroadcastCommunicator(on_device), 0)
+        link = DeviceLink(_BroadcastCommunicator(on_device), 0) if on_device else None
         self.channel = MessageChannel(_BroadcastCommunicator(frames), 0, link)
 
     def broadcast(self, message: Message) -> None:
