@@ -8,7 +8,7 @@ from importlib import metadata
 
 from drumline.errors import MissingPackage
 
-LOWEST = {"transformers": (5, 21), "safetensors": (0, 8), "rich": (13,)}
+LOWEST = {"transformers": (5, 21), "accelerate": (1, 1), "safetensors": (0, 8), "rich": (13,)}
 """Their lowest versions, as pyproject.toml has them."""
 
 

@@ -183,10 +183,8 @@ def test_the_lowest_versions_that_are_tested_are_those_that_are_promised():
     lines = (ROOT / "constraints-lowest.txt").read_text().splitlines()
     tested = dict(line.split("==") for line in lines if not line.startswith("#"))
     promised = re.findall(r'"([\w-]+)>=([\d.]+)"', _table("project"))
-    extras = _table("project.optional-dependencies")
-    for extra in ("models", "accelerate"):
-        line = re.search(rf"^{extra} = .*", extras, re.MULTILINE)[0]
-        promised += re.findall(r'"([\w-]+)>=([\d.]+)"', line)
+    line = re.search(r"^models = .*", _table("project.optional-dependencies"), re.MULTILINE)[0]
+    promised += re.findall(r'"([\w-]+)>=([\d.]+)"', line)
     assert promised and tested.keys() == dict(promised).keys()
     for name, floor in promised:
         assert f"{tested[name]}.".startswith(f"{floor}."), name

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
@@ -29,14 +30,15 @@ class VllmCalls:
     supports_tensor_dict = True  # so vLLM gives the tensors between pipeline stages to this class
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             return compiled.allreduce(input_.contiguous(), self._name)
-        if input_.is_contiguous():
+        try:
             return self.comm.allreduce(input_)
-        return input_.copy_(self.comm.allreduce(input_.contiguous()))
+        except ValueError:  # raised before anything moves: it is not contiguous, or raises again
+            return input_.copy_(self.comm.allreduce(input_.contiguous()))
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             return compiled.allgather(input_, self._name, dim)
         return self.comm.allgather(input_.contiguous(), dim=dim)
 
@@ -51,7 +53,7 @@ class VllmCalls:
         return [self.comm.allgather(part.contiguous(), dim=dim, sizes=sizes) for part in input_]
 
     def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             return compiled.reduce_scatter(input_, self._name, dim=dim)
         return self.comm.reduce_scatter(input_.contiguous(), dim=dim)
 
