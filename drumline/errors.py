@@ -4,6 +4,7 @@ DrumlineError
  |- PlanError              the model does not fit, or a device map names what is not there
  |- CheckpointError        a file or tensor is missing, surplus, truncated or of another shape
  |- StageError             a layer raised on the rank that owns it
+ |- MissingPackage         a package of an extra is not installed, or too old
  |- RemoteLayerError       assignment to a layer on another rank (pipeline/unsupported.py)
  |- ServerBusy, RequestTooLarge, ServerStopping  of a server (serving/scheduler.py)
  `- PeerLost               a rank died or left while others needed it: the Coordinator's class
@@ -30,6 +31,10 @@ class CheckpointError(DrumlineError):
 
 class StageError(DrumlineError):
     """A layer raised on its owner; the message carries the remote traceback."""
+
+
+class MissingPackage(DrumlineError, ImportError):
+    """A package of the extra `models` is not installed, or too old."""
 
 
 class WorkerExit(SystemExit):

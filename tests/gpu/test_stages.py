@@ -57,6 +57,12 @@ def test_a_program_moves_from_the_cpu_to_the_gpu_and_back():
     assert there < 1e-4 and back < 1e-5
 
 
+def test_a_layer_is_compiled_by_one_rank_and_runs_on_all(tmp_path):
+    found = run("model_ranks.precompiled", 2, str(tmp_path), timeout_s=200)
+    assert all(error < 1e-4 for error, _ in found)
+    assert sum(num_compiled for _, num_compiled in found) == 1
+
+
 def test_the_server_answers_from_the_gpu(tmp_path):
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         pytest.importorskip(package, reason="needs pip install 'drumline[serve]'")
