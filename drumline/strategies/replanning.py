@@ -86,8 +86,8 @@ class Replanner:
         before = self.coor
         self.coor = next(filter(None, (_met(before) for _ in before.ranks)))
         if before.is_master():
-            cause = str(lost).split(". Start all")[0]
-            log.warning("%d of %d ranks go on: %s", self.coor.world_size, before.world_size, cause)
+            counts = self.coor.world_size, before.world_size
+            log.warning("%d of %d ranks go on: %s", *counts, lost.what)
             _end_given_up(before, self.coor)
         before.__exit__(PeerLost, lost, None)
 
@@ -121,9 +121,9 @@ class Replanner:
         try:
             yield
         except PeerLost as lost:
-            if REPEAT in str(lost):
+            if lost.advice == REPEAT:  # of a call inside this one
                 raise
-            raise PeerLost(f"{str(lost).split('Start all')[0]}{REPEAT}", lost.failures) from lost
+            raise PeerLost(lost.what, lost.failures, REPEAT) from lost
         finally:
             with self._idle:
                 self._num_calls -= 1
