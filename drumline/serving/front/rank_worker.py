@@ -53,6 +53,7 @@ def serve_front(
                 max_memory=memory and memory[: coor.world_size],
                 batch=max_running,
                 length=max_length,
+                disable_mmap=True,
                 **map_options,
                 **options,
             ) as model,
