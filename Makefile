@@ -106,7 +106,7 @@ GLIBCS := _2_34 _2_31 _2_28 _2_27 _2_24 _2_17 2014 1
 GPU_DOWNLOAD = $(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp \
     --python-version $(or $(GPU_PYTHON_VERSION),3.12) $(GLIBCS:%=--platform manylinux%_x86_64)
 PEERS := build/gpu-peers
-PEER_KERNEL = nvcc -O3 --threads 0 -w -shared -Xcompiler -fPIC -cudart static
+PEER_KERNEL = nvcc -O3 --threads 0 -w --expt-relaxed-constexpr -shared -Xcompiler -fPIC -cudart static
 .PHONY: gpu-parts
 gpu-parts:
 	@rm -rf .gpu $(PEERS) && mkdir -p .gpu $(PEERS)
