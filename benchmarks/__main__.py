@@ -55,6 +55,10 @@ STEPS = {
     "calls": (["benchmarks.calls"], ["--repeats", "3"]),
     "torch-backend": (["benchmarks.torch_backend"], ["--repeats", "3"]),
     "inference": (["benchmarks.inference"], ["--repeats", "1", "--layers", "2", "--hidden", "96"]),
+    "nano-engine": (
+        ["benchmarks.nano_engine"],
+        ["--repeats", "1", "--layers", "2", "--hidden", "96"],
+    ),
     "model": (
         ["benchmarks.model"],
         ["--ranks", "1", "2", "--repeats", "1", "--layers", "2", "--hidden", "96"],

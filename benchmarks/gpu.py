@@ -274,7 +274,7 @@ def costs() -> Table:
 
 
 def vllm() -> Table:
-    """The same of one-shot sums and of vLLM's custom allreduce, if `make gpu-parts` was run."""
+    """The same of one-shot sums, SGLang's and vLLM's, if `make gpu-parts` was run."""
     table = Table("gpu-vllm", (*COSTS, "captured / vLLM's"), device_note() + COSTS_NOTE)
     table.note += (
         " vLLM's graph lacks the exchange of addresses without which it cannot be replayed."

@@ -56,7 +56,11 @@ SECTIONS = (
     Section("torch", "Under torch.distributed", ("torch-backend",), (), "torch-backend"),
     Section("engines", "Under vLLM", ("engines-*",), command="make engines-bench RENEW=1"),
     Section(
-        "inference", "One model over ranks", ("inference*", "model"), ("model",), "inference model"
+        "inference",
+        "One model over ranks",
+        ("inference*", "model"),
+        ("model",),
+        "inference nano-engine model",
     ),
     Section("loading", "Loading sharded checkpoints", ("nd_loading",), (), "nd_loading"),
     Section("compiling", "Compiling once for all ranks", ("compile_once-*",), (), "compile_once"),

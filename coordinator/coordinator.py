@@ -49,6 +49,8 @@ from coordinator.transport.joining import join_group
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from coordinator.control.server import ControlServer
+
 CLOCK_READINGS = 9
 TRACED = (
     *(
@@ -446,7 +448,7 @@ class Coordinator(Collectives):
         self._locks.close()
         stuck: dict[int, float] = {}
         if self._group is not None:
-            server = self._session.server if self._session is not None else None
+            server = self._server
             if server is not None and (reported := self._group.detector.reported()):
                 stuck |= dict.fromkeys(reported, self._timings.reason_s)  # who lives hears it
                 stuck |= dict.fromkeys(server.unreachable(), 0.0)
@@ -558,18 +560,19 @@ class Coordinator(Collectives):
         self._check_open("survivors", may_be_broken=True)
         call = self._begin_call("survivors", timeout_s)
         store = self._store.child("survivors", str(call.number))
-        launch = (
-            survivors.lead(self.info, store, self._server_host(), self._ended_ranks, release, call)
-            if self.is_master()
-            else survivors.follow(self.info, store, call)
-        )
+        if self.is_master():
+            address = self.info.master_addr if self._server is None else self._server.address[0]
+            launch = survivors.lead(self.info, store, address, self._ended_ranks, release, call)
+        else:
+            launch = survivors.follow(self.info, store, call)
         if self.info.rank not in launch["ranks"]:
             return None
         return survivors.launch_info(self.info, launch, self._node_ranks)
 
-    def _server_host(self) -> str:
-        server = self._session.server if self._session is not None else None
-        return self.info.master_addr if server is None else str(server.address[0])
+    @property
+    def _server(self) -> ControlServer | None:
+        """The control server, if this rank has it."""
+        return self._session.server if self._session is not None else None
 
     def _ended_ranks(self) -> set[int]:
         """The failed ranks but for those that may only have noticed the failure of another."""
@@ -577,8 +580,7 @@ class Coordinator(Collectives):
         ended = {failure.rank for failure in self.failures() if failure.reason not in hearsay}
         if self._group is not None:  # what was reported of these says no more than that
             ended |= self._group.detector.monitor.suspended()
-        server = self._session.server if self._session is not None else None
-        return ended | (server.unreachable() if server is not None else set())
+        return ended | (self._server.unreachable() if self._server is not None else set())
 
     # ---- looking ----
 

@@ -91,11 +91,14 @@ class PeerLost(CoordinatorError):
     """A rank died or left while others needed it. The message names it.
 
     failures: the failed ranks, the first to fail first; empty where only the text is known.
+    what, advice: the two parts of the message.
     """
 
-    def __init__(self, text: str = "", failures: Sequence[RankFailure] = ()) -> None:
-        super().__init__(text)
-        self.failures = tuple(failures)
+    def __init__(
+        self, text: str = "", failures: Sequence[RankFailure] = (), advice: str = ""
+    ) -> None:
+        super().__init__(f"{text} {advice}" if advice else text)
+        self.failures, self.what, self.advice = tuple(failures), text, advice
 
     @property
     def rank(self) -> int | None:

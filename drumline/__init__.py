@@ -5,7 +5,8 @@ print(model.device_map)
 model.generate(tokens)
 
 Engines find the lower layers' names here too: `from drumline import Coordinator, Communicator`.
-`import drumline` imports nothing else. A name imports its module when it is first used.
+`import drumline` imports nothing else. A name imports its module when it is first used; those of
+models raise MissingPackage where the extra `models` is not installed.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ if TYPE_CHECKING:  # the same names as in NAMES_BY_MODULE, for type checkers and
     from drumline.core.mesh import Mesh as Mesh
     from drumline.core.shards import ShardSpec as ShardSpec
     from drumline.errors import CheckpointError as CheckpointError
+    from drumline.errors import MissingPackage as MissingPackage
     from drumline.errors import PlanError as PlanError
     from drumline.errors import StageError as StageError
     from drumline.errors import WorkerExit as WorkerExit
@@ -107,7 +109,7 @@ NAMES_BY_MODULE = {
     "drumline.core.device_map": "DeviceMap ModelProfile ModulePart Place",
     "drumline.core.mesh": "Mesh",
     "drumline.core.shards": "ShardSpec",
-    "drumline.errors": "CheckpointError PlanError StageError WorkerExit",
+    "drumline.errors": "CheckpointError MissingPackage PlanError StageError WorkerExit",
     "drumline.planner.cost_model": (
         "DeviceSpeed DeviceSpeeds Estimate LinkSpeed PassShape estimate uniform_speeds"
     ),
@@ -135,6 +137,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("launcher").__version__
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if MODULES[name].startswith("drumline.") and MODULES[name] != "drumline.errors":
+        importlib.import_module("drumline.model_packages").require()
     value = globals()[name] = getattr(importlib.import_module(MODULES[name]), name)
     return value
 

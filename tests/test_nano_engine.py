@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from communicator import Communicator
 from coordinator import Coordinator
+from tests.programs.operator_tape import OperatorTape
 
 FOLDER = Path(__file__).parent.parent / "examples" / "nano_engine"
 PROMPTS = [[5], [3, 1, 4, 1, 5, 9, 2, 6], [7, 7], [8, 2, 8], [1, 2, 3, 4, 5]]
@@ -58,6 +59,20 @@ def test_tokens_are_those_of_transformers(ranks, nano, model, tmp_path, world_si
 
     expected = [tokens_of(model, prompt) for prompt in PROMPTS]
     assert ranks(body, world_size)[0] == expected
+
+
+def test_a_pass_that_reads_no_value_is_replayed_with_other_inputs(
+    nano, model, tmp_path, monkeypatch
+):
+    """By a tape of operators in place of a CUDA graph; tests/gpu has the real one."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", OperatorTape)
+    monkeypatch.setattr(torch.cuda, "graph", OperatorTape.recording)
+    with Coordinator() as coor, Communicator(coor) as comm:
+        engine = nano.Engine(tmp_path, coor, comm, slots=3, length=16)
+        engine.uses_graphs, comm.check = True, lambda: None
+        assert engine.generate(PROMPTS, NEW_TOKENS) == [tokens_of(model, p) for p in PROMPTS]
+        assert sorted(engine.graphs) == [1, 2, 3]
+        engine.close()
 
 
 def test_a_request_ends_at_its_last_token_and_frees_its_slot(nano):

@@ -12,12 +12,25 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import drumline.cli
+from drumline import model_packages
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("launcher", "coordinator", "communicator", "drumline")
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+WITHOUT_MODELS = ("__init__", "errors", "model_packages", "timings", "torch_autoload")
 MODULES_OF_EXTRAS = {
     "serve": {
         f"drumline/serving/{name}.py" for name in ("app", "connection", "metrics", "protocol")
+    },
+    "models": {
+        name
+        for name in (
+            path.relative_to(ROOT).as_posix() for path in (ROOT / "drumline").rglob("*.py")
+        )
+        if not name.startswith("drumline/engines/")
+        and name not in ("drumline/cli/__init__.py", "drumline/cli/command_options.py")
+        and name not in {f"drumline/{module}.py" for module in WITHOUT_MODELS}
     },
 }
 """Modules that only the commands of an extra import, and so may import its packages at the top."""
@@ -123,7 +136,7 @@ def test_no_dependency_is_declared_that_nothing_imports():
         for package, _ in _imports(path)
         for name in _distributions_of(package)
     }
-    assert used >= CORE - {"numpy"}
+    assert used >= CORE - {"numpy"} and used >= EXTRAS["models"]
 
 
 IMPORT_ALL = """
@@ -170,15 +183,17 @@ def test_the_lowest_versions_that_are_tested_are_those_that_are_promised():
     lines = (ROOT / "constraints-lowest.txt").read_text().splitlines()
     tested = dict(line.split("==") for line in lines if not line.startswith("#"))
     promised = re.findall(r'"([\w-]+)>=([\d.]+)"', _table("project"))
-    promised += re.findall(r'"(accelerate)>=([\d.]+)"', _table("project.optional-dependencies"))
+    line = re.search(r"^models = .*", _table("project.optional-dependencies"), re.MULTILINE)[0]
+    promised += re.findall(r'"([\w-]+)>=([\d.]+)"', line)
     assert promised and tested.keys() == dict(promised).keys()
     for name, floor in promised:
         assert f"{tested[name]}.".startswith(f"{floor}."), name
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_and_all_its_names_import_with_the_core_dependencies_alone(package):
-    closure = _closure({*CORE, "drumline"})
+def test_a_layer_and_all_its_names_import_with_its_own_dependencies_alone(package):
+    extra = EXTRAS["models"] if package == "drumline" else set()
+    closure = _closure({*CORE, *extra, "drumline"})
     undeclared = {
         name
         for name, distributions in _distributions().items()
@@ -188,6 +203,30 @@ def test_a_package_and_all_its_names_import_with_the_core_dependencies_alone(pac
     command = [sys.executable, "-c", IMPORT_ALL, package, *undeclared]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.stdout.strip() == f"imported {package}", done.stderr
+
+
+def test_the_packages_that_models_need_are_those_of_their_extra():
+    lowest = {name: ".".join(map(str, version)) for name, version in model_packages.LOWEST.items()}
+    line = ", ".join(f'"{name}>={version}"' for name, version in lowest.items())
+    assert f"\nmodels = [{line}]" in "\n" + _table("project.optional-dependencies")
+
+
+@pytest.mark.parametrize(
+    ("lowest", "state"), [({"no-such-package": (1,)}, "none"), ({"torch": (99, 1)}, r"\d+\.\d+.*")]
+)
+def test_models_without_their_packages_say_what_to_install(monkeypatch, capsys, lowest, state):
+    monkeypatch.setattr(model_packages, "LOWEST", lowest)
+    monkeypatch.delitem(vars(drumline), "load", raising=False)
+    model_packages.require.cache_clear()
+    (name,) = lowest
+    message = (
+        rf"needs {name} >= [\d.]+, and {state} is installed: `pip install 'drumline\[models\]'`"
+    )
+    with pytest.raises(drumline.MissingPackage, match=message):
+        drumline.load("model")
+    assert drumline.cli.main(["plan", "--model", "model", "--memory", "1GiB"]) == 1
+    assert re.match(f"drumline: This {message}", capsys.readouterr().err)
+    assert drumline.Communicator.__name__ == "Communicator"
 
 
 def test_the_console_script_is_the_command_line():

@@ -18,7 +18,13 @@ from pathlib import Path
 import torch
 
 from coordinator import Coordinator, CoordinatorError
-from drumline.checkpoint.safetensors_index import Index, StoredTensor, TensorReader
+from drumline.checkpoint.safetensors_index import (
+    FileState,
+    Index,
+    StoredTensor,
+    TensorReader,
+    file_state,
+)
 from drumline.core.consistency import run_and_share
 from drumline.core.shards import Region, split_into_blocks
 from drumline.errors import CheckpointError
@@ -43,28 +49,14 @@ SHARED_FILE_SYSTEMS = ("nfs", "nfs4", "lustre", "ceph", "beegfs", "gpfs")
 def file_identity(path: Path, index: Index, boot_id: str) -> str:
     """Equal on two ranks only if they read the very same files."""
     names = sorted({stored.file for stored in index.values()})
-    mounts = linux.read_proc("self/mountinfo")
     facts = []
     for file in [path] if path.is_file() else [path / name for name in names]:
         status = file.stat()
-        device = shared_device(mounts, status.st_dev) or f"{boot_id} {status.st_dev}"
+        kind, source = linux.file_system(status.st_dev)
+        device = source if kind in SHARED_FILE_SYSTEMS else f"{boot_id} {status.st_dev}"
         times = status.st_mtime_ns, status.st_ctime_ns
         facts.append((device, status.st_ino, status.st_size, *times))
     return hashlib.sha256(repr(facts).encode()).hexdigest()
-
-
-def shared_device(mounts: str, device: int) -> str:
-    """The name that every host has for a device of a shared file system; "" for a local one.
-
-    mounts: the text of mountinfo, see proc_pid_mountinfo(5).
-    """
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for line in mounts.splitlines():
-        mount, _, file_system = line.partition(" - ")
-        kind, source = file_system.split()[:2]
-        if mount.split()[2] == number and kind in SHARED_FILE_SYSTEMS:
-            return source
-    return ""
 
 
 def group_by_copy(identities: Sequence[str | None]) -> Copies:
@@ -83,7 +75,10 @@ class CopyCheck:
 
     Where there is more to read than `compare_at_once` takes, a `with` block compares on a thread.
     If copies differ then, the group fails as if a rank was lost. The end of the block waits for the
-    comparison, and raises CheckpointError on every rank.
+    comparison, and raises CheckpointError on every rank; so it does, on the ranks that map it, for
+    a file that somebody has written to in place.
+
+    mapped: files whose pages are weights of this rank, as they were when they were mapped.
     """
 
     def __init__(self, coor: Coordinator, path: Path, index: Index, copies: Copies, key: str):
@@ -94,6 +89,7 @@ class CopyCheck:
         self._num_readers = min(map(len, copies), default=1)
         self._is_small = nbytes <= AT_ONCE_NBYTES * self._num_readers
         self._thread: threading.Thread | None = None
+        self.mapped: dict[Path, FileState] = {}
 
     def compare_at_once(self) -> None:
         """Raise CheckpointError on every rank if copies differ in what is compared. Collective."""
@@ -117,10 +113,23 @@ class CopyCheck:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._is_over.set()
-        elif self._thread is not None:
+            return
+        if self._thread is not None:
             self._thread.join()
-            if self._problem:
-                raise CheckpointError(f"{self._coor.rank_name()}: {self._problem}")
+        if problem := self._problem or self._written_to():
+            raise CheckpointError(f"{self._coor.rank_name()}: {problem}")
+
+    def _written_to(self) -> str:
+        """The mapped file that is no longer what was loaded, in words; one that is replaced is."""
+        for path, before in self.mapped.items():
+            now = file_state(path) if path.exists() else before
+            if now.inode == before.inode and now != before:
+                return (
+                    f"{path} was written to while its pages were the weights of a model, so what "
+                    "that put out is of no checkpoint; write a new file and rename it, or load "
+                    "with disable_mmap=True."
+                )
+        return ""
 
     def _run(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from coordinator import Coordinator, CoordinatorError
 from drumline import timings
 from drumline.checkpoint.safetensors_index import Index, StoredTensor, TensorReader
 from drumline.checkpoint.shard_plan import LoadPlan, Transfer
-from drumline.checkpoint.source import CheckpointFiles
 from drumline.core.shards import Region, split_into_blocks
 from drumline.errors import describe_with_traceback
 
@@ -40,26 +39,28 @@ class LoadStats:
 
 def execute(
     plan: LoadPlan,
-    files: CheckpointFiles,
+    index: Index,
+    reader: TensorReader,
     coor: Coordinator | None,
     shards: Mapping[str, torch.Tensor],
     dtypes: Mapping[str, torch.dtype],
     on_progress: OnProgress = lambda nbytes: None,
+    filled: Container[str] = (),
 ) -> LoadStats:
     """Fill this rank's shards, by name, by a plan that all ranks share. Collective.
 
     coor: None for a plan for one rank.
     dtypes: of all tensors of the model: the narrower of those and the stored ones is sent.
     on_progress: called with the bytes of every block that has reached a shard here.
+    filled: the shards that hold their values already.
     """
     stats = LoadStats(sum(shard.nbytes for shard in shards.values()))
     with contextlib.ExitStack() as stack:
-        reader = stack.enter_context(TensorReader(files.path))
         comm = None
         if coor is not None and any(source != rank for rank, source in enumerate(plan.readers)):
             carrier = Communicator(coor, CARRIER_BACKEND, timeout_s=timings.TIMINGS.load_s)
             comm = stack.enter_context(carrier)
-        executor = PlanExecutor(files.index, reader, comm, shards, dtypes, stats, on_progress)
+        executor = PlanExecutor(index, reader, comm, shards, dtypes, stats, on_progress, filled)
         executor.run(plan, coor.rank if coor is not None else 0)
         stats.nbytes_read = reader.nbytes
     return stats
@@ -96,6 +97,7 @@ class PlanExecutor:
     dtypes: Mapping[str, torch.dtype]
     stats: LoadStats
     on_progress: OnProgress
+    filled: Container[str]
 
     def __post_init__(self) -> None:
         self.scratch = torch.empty(BLOCK_NBYTES, dtype=torch.uint8)
@@ -110,13 +112,17 @@ class PlanExecutor:
         dtypes = (stored.torch_dtype, self.dtypes[transfer.name])
         sent_dtype = min(dtypes, key=lambda dtype: dtype.itemsize)  # of equal sizes, the stored one
         shard_start = next((start for owner, start in transfer.owners if owner == rank), None)
+        is_filled = transfer.name in self.filled
         limit = max(1, BLOCK_NBYTES // stored.torch_dtype.itemsize)
         for block in split_into_blocks(transfer.source.size, limit):
             target = None
             if shard_start is not None:
                 target = self._target(transfer.name, block, shard_start)
             source = block.moved((0,) * len(block.start), transfer.source.start)
-            buffer = self._fetch(stored, source, sent_dtype, target, src)
+            if target is not None and is_filled:
+                buffer = target
+            else:
+                buffer = self._fetch(stored, source, sent_dtype, target, src)
             if dst is not None:
                 assert self.comm is not None
                 self.comm.send(_as_bytes(buffer), dst)

@@ -1,22 +1,24 @@
 """The index of a checkpoint's .safetensors files, and the bytes of any box of a tensor.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes of length, that much JSON, data.
-Boxes are read with pread into memory that is there already: no page of a file is ever mapped, so
-what a rank has read does not count against its memory, and not a byte too much is read.
+Boxes are read with pread into memory that is there already, so that not a byte too much is read, or
+are views of the mapped file, which take no memory of their own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
+import mmap
 import operator
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,14 +26,27 @@ from communicator import DTYPES
 from drumline.checkpoint.json_files import ADAPTER_FILE, check_regular_file, read_json
 from drumline.core.shards import Region
 from drumline.errors import CheckpointError
+from launcher import linux
 
 TORCH_DTYPES = {info.safetensors: info.torch for info in DTYPES if info.safetensors}
 MAX_HEADER = 100_000_000
 """The format's own limit."""
 CHOSEN_FIRST = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "tmpfs", "overlay")
+"""Those whose files are mapped: elsewhere a page that cannot be had ends the process."""
+MAP_NORESERVE = 0x4000
+"""As in mmap(2); Python has it from 3.13 on."""
 MAX_DIMS = 64
 """Of a tensor that torch reduces (dim_bitset_size in ATen/WrapDimUtilsMulti.h)."""
+
+
+class FileState(NamedTuple):
+    """A file as it is now; another one, if somebody writes to it or puts another in its place."""
+
+    inode: int
+    nbytes: int
+    mtime_ns: int
 
 
 @dataclass(frozen=True)
@@ -45,7 +60,7 @@ class StoredTensor:
     offset: int
     dtype: str
     shape: tuple[int, ...]
-    written: tuple[int, int] | None = field(default=None, compare=False)
+    written: FileState | None = field(default=None, compare=False)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -158,7 +173,8 @@ def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
     try:
         check_regular_file(file)
         with file.open("rb") as stream:
-            written = size, _ = _written(stream.fileno())
+            written = file_state(stream.fileno())
+            size = written.nbytes
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > min(MAX_HEADER, size - 8):
                 raise ValueError(f"its header claims {length} bytes")
@@ -182,10 +198,9 @@ def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
         ) from error
 
 
-def _written(fd: int) -> tuple[int, int]:
-    """The size of a file, and when somebody wrote to it last."""
-    status = os.fstat(fd)
-    return status.st_size, status.st_mtime_ns
+def file_state(file: int | Path) -> FileState:
+    status = os.stat(file)
+    return FileState(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -245,13 +260,14 @@ class TensorReader:
         self.path, self.nbytes = Path(path), 0
         self.computed: dict[str, torch.Tensor] = {}  # the last one, for tensors that keep theirs
         self._open: dict[str, int] = {}
-        self._written: dict[str, tuple[int, int]] = {}  # by file, when its header was read
+        self._written: dict[str, FileState] = {}  # by file, when its header was read
+        self._maps: dict[str, mmap.mmap | None] = {}
 
     def __enter__(self) -> TensorReader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        changed = [n for n, fd in self._open.items() if _written(fd) != self._written[n]]
+        changed = [n for n, fd in self._open.items() if file_state(fd) != self._written[n]]
         while self._open:
             os.close(self._open.popitem()[1])
         if changed and kind is None:
@@ -280,6 +296,36 @@ class TensorReader:
         self.read(stored, region, out)
         return out
 
+    def map(self, stored: StoredTensor, region: Region) -> torch.Tensor | None:
+        """A box of the tensor as a view of its file; None if it has to be read.
+
+        It keeps the file mapped. A page that is written to becomes a copy, and the file stays.
+        """
+        itemsize = stored.torch_dtype.itemsize
+        runs = list(itertools.islice(_runs(stored.shape, region), 2))
+        is_one = len(runs) == 1 and runs[0][1] > 0 and stored.offset % itemsize == 0
+        memory = self._map(stored) if is_one and not isinstance(stored, ComputedTensor) else None
+        if memory is None:
+            return None
+        ((start, count),) = runs
+        offset = stored.offset + start * itemsize
+        data = torch.frombuffer(memory, dtype=stored.torch_dtype, count=count, offset=offset)
+        self.nbytes += data.nbytes
+        return data.view(region.size)
+
+    def _map(self, stored: StoredTensor) -> mmap.mmap | None:
+        """The whole file, if it is on a local file system."""
+        if stored.file not in self._maps:
+            fd, memory = self._file(stored), None
+            if linux.file_system(os.fstat(fd).st_dev)[0] in LOCAL_FILE_SYSTEMS:
+                with contextlib.suppress(OSError, ValueError):  # the reader names the cause
+                    memory = mmap.mmap(fd, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
+            self._maps[stored.file] = memory
+        return self._maps[stored.file]
+
+    def mapped_files(self) -> dict[Path, FileState]:
+        return {self._path_of(name): self._written[name] for name, m in self._maps.items() if m}
+
     def _fill(self, stored: StoredTensor, buffer: memoryview, offset: int) -> None:
         while buffer:
             try:
@@ -300,7 +346,7 @@ class TensorReader:
             path = self._path_of(name)
             check_regular_file(path)
             self._open[name] = fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            self._written[name] = stored.written or _written(fd)
+            self._written[name] = stored.written or file_state(fd)
         return self._open[name]
 
     def _path_of(self, name: str) -> Path:

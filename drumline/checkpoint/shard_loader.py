@@ -19,19 +19,26 @@ from coordinator import Coordinator
 from drumline.checkpoint import model_tensors
 from drumline.checkpoint.model_tensors import WeightSources
 from drumline.checkpoint.plan_executor import LoadStats, OnProgress, abort_peers_on_error, execute
-from drumline.checkpoint.safetensors_index import Index
-from drumline.checkpoint.shard_plan import LoadPlan, TensorRequest, plan_loading, reader_ranks
+from drumline.checkpoint.safetensors_index import Index, TensorReader
+from drumline.checkpoint.shard_plan import (
+    LoadPlan,
+    TensorRequest,
+    Transfer,
+    plan_loading,
+    reader_ranks,
+)
 from drumline.checkpoint.source import CheckpointFiles, share_index
 from drumline.core.consistency import run_and_share
-from drumline.core.hugepages import allocate_hugepages
+from drumline.core.hugepages import TensorSpec, allocate_hugepages
 from drumline.core.mesh import Mesh, read_mesh
 from drumline.core.shards import ShardSpec
-from drumline.errors import CheckpointError, DrumlineError, PlanError
+from drumline.errors import CheckpointError, DrumlineError, PlanError, short_traceback
 
 P = TypeVar("P")
 Device = torch.device | str
 
 
+@short_traceback
 def load_into(
     model: nn.Module,
     path: str | Path,
@@ -156,18 +163,47 @@ def load_planned(
     names = [name for name, r in plan.requests.items() if r.is_held_by(plan.mesh, coor.rank)]
     dtypes = dtypes or {name: tensor.dtype for name, tensor in tensors.items()}
     devices = device if isinstance(device, Mapping) else dict.fromkeys(names, device)
-    with abort_peers_on_error(coor):
+    with abort_peers_on_error(coor), TensorReader(files.path) as reader:
         specs = {}
         for name in names:
             shape, place = _shape_and_device(tensors[name], name, plan, coor, devices[name])
             specs[name] = shape, dtypes[name], place
-        shards = allocate_hugepages(specs)
-        stats = execute(plan, files, coor, shards, dtypes, on_progress)
+        mapped = _map_shards(plan, files.index, reader, coor.rank, specs) if files.maps else {}
+        if mapped:
+            files.copy_checks[0].mapped.update(reader.mapped_files())
+        shards = mapped | allocate_hugepages({n: specs[n] for n in specs if n not in mapped})
+        stats = execute(plan, files.index, reader, coor, shards, dtypes, on_progress, mapped)
         with torch.no_grad():
             pairs = [(tensors[name], shards.pop(name)) for name in names]
             new = {id(old): model_tensors.wrap_like(old, shard) for old, shard in pairs}
         model_tensors.replace_tensors(model, new)
     return stats
+
+
+def _map_shards(
+    plan: LoadPlan,
+    index: Index,
+    reader: TensorReader,
+    rank: int,
+    specs: Mapping[str, TensorSpec],
+) -> dict[str, torch.Tensor]:
+    """The shards of this rank, by name, that lie in a file here as the CPU will use them."""
+    transfers: dict[str, list[Transfer]] = {}
+    for transfer in plan.transfers:
+        if rank in dict(transfer.owners):
+            transfers.setdefault(transfer.name, []).append(transfer)
+    mapped = {}
+    for name, (shape, dtype, device) in specs.items():
+        if torch.device(device).type != "cpu" or len(transfers.get(name, ())) != 1:
+            continue
+        (transfer,) = transfers[name]
+        stored = index[transfer.key]
+        as_stored = (shape, dtype) == (transfer.source.size, stored.torch_dtype)
+        if as_stored and transfer.reader == rank:
+            view = reader.map(stored, transfer.source)
+            if view is not None:
+                mapped[name] = view
+    return mapped
 
 
 def _shape_and_device(

@@ -36,6 +36,7 @@ class CheckpointFiles:
 
     readers: by rank, the rank that reads for it.
     copy_checks: compare the copies of all ranks in full; for as long as the model is in use.
+    maps: let weights be pages of the files, where nothing has to be done to them.
     """
 
     path: Path
@@ -43,6 +44,7 @@ class CheckpointFiles:
     readers: Sequence[int]
     config: Any = None
     copy_checks: tuple[CopyCheck, ...] = ()
+    maps: bool = False
 
     @property
     def blind(self) -> list[int]:

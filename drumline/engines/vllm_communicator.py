@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
@@ -17,39 +18,27 @@ from communicator import compile as compiled
 from drumline.engines.vllm import timeout_s
 
 
-class VllmCommunicator(CpuCommunicator):  # type: ignore[misc]  # vLLM has no types here
-    """One group. What it takes over from vLLM's CPU communicator is the exchange of experts."""
+class VllmCalls:
+    """The calls that every device has, for a class that sets self.comm, before vLLM's own class."""
+
+    comm: Communicator
+    _name: str  # of comm in compiled functions
+    rank_in_group: int
+    world_size: int
+    ranks: list[int]
 
     supports_tensor_dict = True  # so vLLM gives the tensors between pipeline stages to this class
 
-    def __init__(
-        self,
-        cpu_group: ProcessGroup,
-        device: torch.device | None = None,
-        device_group: ProcessGroup | None = None,
-        unique_name: str = "",
-        use_all2all: bool = False,
-    ) -> None:
-        # Not CpuCommunicator's, which opens shared memory of its own.
-        DeviceCommunicatorBase.__init__(
-            self, cpu_group, device, device_group, unique_name, use_all2all=use_all2all
-        )
-        self.comm = Communicator.over(cpu_group, timeout_s=timeout_s(), device_type="cpu")
-        self._name = compiled.name(self.comm)
-        if self.use_all2all:
-            from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
-
-            self.all2all_manager = AgRsAll2AllManager(cpu_group)
-
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             return compiled.allreduce(input_.contiguous(), self._name)
-        if input_.is_contiguous():
+        try:
             return self.comm.allreduce(input_)
-        return input_.copy_(self.comm.allreduce(input_.contiguous()))
+        except ValueError:  # raised before anything moves: it is not contiguous, or raises again
+            return input_.copy_(self.comm.allreduce(input_.contiguous()))
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             return compiled.allgather(input_, self._name, dim)
         return self.comm.allgather(input_.contiguous(), dim=dim)
 
@@ -64,7 +53,7 @@ class VllmCommunicator(CpuCommunicator):  # type: ignore[misc]  # vLLM has no ty
         return [self.comm.allgather(part.contiguous(), dim=dim, sizes=sizes) for part in input_]
 
     def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             return compiled.reduce_scatter(input_, self._name, dim=dim)
         return self.comm.reduce_scatter(input_.contiguous(), dim=dim)
 
@@ -105,3 +94,26 @@ class VllmCommunicator(CpuCommunicator):  # type: ignore[misc]  # vLLM has no ty
 
     def destroy(self) -> None:
         self.comm.close()
+
+
+class VllmCommunicator(VllmCalls, CpuCommunicator):  # type: ignore[misc]  # vLLM has no types here
+    """One group of CPUs. vLLM's own class exchanges experts, by these calls."""
+
+    def __init__(
+        self,
+        cpu_group: ProcessGroup,
+        device: torch.device | None = None,
+        device_group: ProcessGroup | None = None,
+        unique_name: str = "",
+        use_all2all: bool = False,
+    ) -> None:
+        # Not CpuCommunicator's, which opens shared memory of its own.
+        DeviceCommunicatorBase.__init__(
+            self, cpu_group, device, device_group, unique_name, use_all2all=use_all2all
+        )
+        self.comm = Communicator.over(cpu_group, timeout_s=timeout_s(), device_type="cpu")
+        self._name = compiled.name(self.comm)
+        if self.use_all2all:
+            from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
+
+            self.all2all_manager = AgRsAll2AllManager(cpu_group)

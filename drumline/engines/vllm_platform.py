@@ -9,15 +9,19 @@ from vllm import platforms
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from drumline.engines import check_version
-from drumline.engines.vllm import ENGINE, VERSIONS, check_platform, timeout_s
+from drumline.engines.vllm import ENGINE, VERSIONS, detected_platform, timeout_s
 
-COMMUNICATOR = "drumline.engines.vllm_communicator.VllmCommunicator"
+COMMUNICATORS = {
+    "cpu": "drumline.engines.vllm_communicator.VllmCommunicator",
+    "cuda": "drumline.engines.vllm_cuda_communicator.VllmCudaCommunicator",
+}
 
 
 def _detected_platform() -> Any:
     check_version(ENGINE, vllm.__version__, *VERSIONS)
     timeout_s()
-    return resolve_obj_by_qualname(check_platform(platforms.cpu_platform_plugin()))
+    name = detected_platform(platforms.cpu_platform_plugin, platforms.cuda_platform_plugin)
+    return resolve_obj_by_qualname(name)
 
 
 Detected: Any = _detected_platform()
@@ -28,4 +32,9 @@ class DrumlinePlatform(Detected):  # type: ignore[misc]  # vLLM has chosen it
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        return COMMUNICATOR
+        return COMMUNICATORS[cls.device_type]
+
+    @classmethod
+    def use_custom_allreduce(cls) -> bool:
+        """False: vLLM's own kernel would take small sums on GPUs from the Communicator."""
+        return False

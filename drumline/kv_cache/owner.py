@@ -8,6 +8,7 @@ from typing import Any
 from transformers import cache_utils
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
+from drumline.core.pytree import class_named
 from drumline.errors import DrumlineError
 from drumline.kv_cache.merge_caches import merge_caches
 
@@ -101,6 +102,8 @@ class CacheRegistry:
             if is_plain:
                 cache.layers = [cache_utils.StaticLayer(max_cache_len=detail) for _ in cache.layers]
             return cache
+        if kind == "own":
+            return class_named(detail, cache_utils.DynamicCache)()
         assert kind == "dynamic", kind
         return cache_utils.DynamicCache(config=self.config if detail and not is_plain else None)
 

@@ -8,18 +8,25 @@ outside the layers (reorder, crop, repeat...) are logged and sent with the next 
 from __future__ import annotations
 
 import copy
+import inspect
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import cache_utils
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from drumline.core.pytree import full_name
 from drumline.errors import DrumlineError
 from drumline.kv_cache import placeholder
 from drumline.kv_cache.merge_caches import merge_caches
-from drumline.kv_cache.owner import QUANTIZED_BACKENDS, change_layers, quantization_options
+from drumline.kv_cache.owner import (
+    QUANTIZED_BACKENDS,
+    change_layers,
+    is_filled,
+    quantization_options,
+)
 from drumline.kv_cache.placeholder import EMPTY_LAYER, LayerVersion
 
 
@@ -100,6 +107,12 @@ class CacheProxy:
                 f"rank 0: {name}() of a quantized cache would change only those of its tokens that "
                 "are not quantized yet; use a dynamic cache, or start from an empty one."
             )
+        kind = type(self).__mro__[2]
+        if getattr(kind, name) is not getattr(DynamicCache, name) and is_own(self):
+            raise DrumlineError(
+                f"rank 0: {kind.__name__} has a {name}() of its own, which reads all layers, and "
+                "some are on other ranks; start from an empty cache, or load the model on one rank."
+            )
         for index, version in self.remote_versions.items():
             placeholder.check_unchanged(index, _layer(self, index), version)
         # First the placeholders, then the log: what is refused here must not happen elsewhere.
@@ -176,19 +189,33 @@ def merge_proxies(whole: Cache, parts: Sequence[Cache]) -> None:
 
 def _register(cache: CacheProxy, op_log: CacheOpLog) -> None:
     cache.op_log, cache.number = op_log, op_log.next_cache()
-    weakref.finalize(cache, op_log.forget, cache.number).atexit = False
+    # The log, whose failure may hold this cache, is not to live by it.
+    weakref.finalize(cache, _forget, weakref.ref(op_log), cache.number).atexit = False
+
+
+def _forget(op_log: weakref.ref[CacheOpLog], number: int) -> None:
+    if (log := op_log()) is not None:
+        log.forget(number)
 
 
 def _check_empty(cache: Cache, layers: Iterable[int]) -> None:
     for index in layers:
         version = placeholder.version_of(_layer(cache, index))
-        if version.length or version.has_state:
+        if version.length or version.has_state or (is_own(cache) and len(cache)):
+            content = f"{version.length} tokens" if version.length else "a state"
             raise DrumlineError(
-                f"this cache came with {version.length} tokens in layer {index}, which another "
-                "rank holds and knows nothing of them, so its tokens would be wrong; start from an "
-                "empty cache, and change one with its own methods (crop, batch_select_indices, "
-                "reorder_cache) or copy.deepcopy."
+                f"this cache came with {content} in layer {index}, of which the rank that holds "
+                "the layer knows nothing, so its tokens would be wrong; start from an empty cache, "
+                "and change one with its own methods (crop, batch_select_indices, reorder_cache) "
+                "or copy.deepcopy."
             )
+
+
+def came_filled(cache: Cache) -> bool:
+    """True if a cache that is not known to other ranks yet holds tokens, or a state."""
+    if isinstance(cache, CacheProxy):
+        return False
+    return (is_own(cache) and len(cache) > 0) or any(map(is_filled, cache.layers))
 
 
 def _build_arguments(cache: Cache) -> tuple[Any, ...]:
@@ -200,18 +227,30 @@ def _build_arguments(cache: Cache) -> tuple[Any, ...]:
         lengths = [layer.max_cache_len for layer in cache.layers if hasattr(layer, "max_cache_len")]
         is_plain = all(type(layer) is cache_utils.StaticLayer for layer in cache.layers)
         return "static", max(lengths, default=1), is_plain  # a state's size depends on no length
-    elif type(cache) is cache_utils.DynamicCache:
+    elif type(cache) is DynamicCache:
         is_plain = all(type(layer) is DynamicLayer for layer in cache.layers)
         return ("dynamic", bool(cache.layers), is_plain)
     elif type(cache) is cache_utils.QuantizedCache and type(cache.layers[0]) in QUANTIZED_BACKENDS:
         return ("quantized", *quantization_options(cache.layers[0]))
+    elif is_own(cache):
+        return "own", full_name(type(cache)), None
     else:
         kind = type(cache).__name__
     raise DrumlineError(
         f"a {kind or 'cache that offloads'} cannot be kept on other ranks, so its keys and values "
-        "would be lost; use a dynamic or static cache. For a model that has no other, such as "
-        "MiniMax, pass use_cache=False, or load it on one rank."
+        "would be lost; use a dynamic or static cache. For a model that has no other, pass "
+        "use_cache=False, or load it on one rank."
     )
+
+
+def is_own(cache: Cache) -> bool:
+    """True for a dynamic cache of a model's own code, which keeps more beside the keys (MiniMax).
+
+    It takes no arguments, so all that is in it comes from the layers.
+    """
+    kind = type(cache).__mro__[2] if isinstance(cache, CacheProxy) else type(cache)
+    is_of_model = kind.__module__.rpartition(".")[2].startswith("modeling_")
+    return is_of_model and issubclass(kind, DynamicCache) and not inspect.signature(kind).parameters
 
 
 def account_tokens(

@@ -20,6 +20,7 @@ from torch import nn
 
 from drumline.checkpoint.model_tensors import named_tensors
 from drumline.checkpoint.plan_executor import execute
+from drumline.checkpoint.safetensors_index import TensorReader
 from drumline.checkpoint.shard_plan import SourceSlice, TensorRequest, plan_loading
 from drumline.checkpoint.source import CheckpointFiles
 from drumline.core.mesh import Mesh
@@ -51,7 +52,8 @@ class DiskWeights:
     def fetch(self, allocate: Allocate, device: torch.device) -> Tensors:
         """Read with pread, block by block, into memory that is used again and again."""
         tensors = {name: allocate(shape, self.dtypes[name]) for name, shape in self.shapes.items()}
-        execute(self.plan, self.files, None, tensors, self.dtypes)
+        with TensorReader(self.files.path) as reader:
+            execute(self.plan, self.files.index, reader, None, tensors, self.dtypes)
         return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from transformers.cache_utils import Cache
 
-from drumline.core.pytree import Leaves, TreeSpec, flatten
+from drumline.core.pytree import Leaves, TreeSpec, flatten, iter_caches
 from drumline.errors import DrumlineError, PeerLost, StageError
-from drumline.kv_cache.proxy import cache_number
+from drumline.kv_cache.proxy import cache_number, came_filled
 from drumline.pipeline.deferred_calls import DeferredCalls, InternedSpec, OutputUsage
 from drumline.pipeline.interrupt import DelayedInterrupt
 from drumline.pipeline.microbatch_runner import MicrobatchRunner
@@ -35,7 +34,8 @@ class _PassContext(threading.local):
     calls: DeferredCalls | None = None
     shape: tuple[int, int] | None = None
     wants_hidden_states = False
-    filled_cache: Callable[[], Cache | None] = staticmethod(lambda: None)  # that came with tokens
+    model: Any = None  # the outermost
+    came_filled: tuple[Cache, ...] = ()
 
 
 class PipelineDriver:
@@ -70,6 +70,10 @@ class PipelineDriver:
         kept = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
         self._operations.append((name, *kept))
 
+    def scale_weight(self, rank: int, name: str, method: str, number: float) -> None:
+        """Scale a weight of another rank in place, before its next call."""
+        self.record("scale_weight", rank, name, method, number)
+
     def forget(self, number: int) -> None:
         self._operations.append(("free", number))
 
@@ -89,14 +93,19 @@ class PipelineDriver:
             if isinstance(tensor, torch.Tensor) and tensor.dim() in (2, 3):
                 self._pass.shape = tensor.shape[0], tensor.shape[1]
 
-    def note_cache(self, cache: Any) -> None:
-        """Remember the cache that a model of this thread is called with, if it holds tokens."""
-        is_filled = isinstance(cache, Cache) and cache.get_seq_length() > 0
-        self._pass.filled_cache = weakref.ref(cache) if is_filled else lambda: None
+    def begin_pass(self, model: Any, inputs: Any) -> None:
+        """Remember the caches that a model of this thread is called with, if they hold anything."""
+        if self._pass.model in (None, model):  # itself if the last pass was interrupted
+            self._pass.model = model
+            self._pass.came_filled = tuple(filter(came_filled, iter_caches(inputs)))
 
-    def came_filled(self, cache: Cache) -> bool:
-        """True if it held tokens before the pass that this thread is in."""
-        return self._pass.filled_cache() is cache
+    def end_pass(self, model: Any) -> None:
+        if self._pass.model is model:
+            self._pass.model, self._pass.came_filled = None, ()
+
+    def came_empty(self, cache: Cache) -> bool:
+        """True if this thread is in a pass, and the cache was empty when that began."""
+        return self._pass.model is not None and all(cache is not c for c in self._pass.came_filled)
 
     @property
     def lost(self) -> PeerLost | None:

@@ -88,14 +88,19 @@ def distribute(
     model._driver, model._prefetcher = driver, stage.prefetcher
     model._first_device = torch.device(device_map.device_of(0))
     model._leave = weakref.finalize(model, _leave, driver)
+    for name in stage.prefetcher.away if stage.prefetcher is not None else ():
+        unsupported.make_weights_read_only(model.get_submodule(name), name)
     if driver is not None:
         if remote is None:
             remote = {name: rank for name, (rank, _) in device_map.places.items() if rank != 0}
         unrecorded: unsupported.UnrecordedOutputs = []
+        tied = {
+            name for pair in getattr(model, "all_tied_weights_keys", {}).items() for name in pair
+        }
         for name, rank in remote.items():
             module = model.get_submodule(name)
             module.forward = RemoteModule(driver, name, module, rank)
-            unsupported.make_read_only(module, name, rank, unrecorded)
+            unsupported.make_read_only(module, name, rank, unrecorded, driver.scale_weight, tied)
         _fetch_outputs(model, remote, driver, unrecorded)
         _fetch_inputs(model, remote)
         message_trace.trace_driver(model, driver)
@@ -111,18 +116,24 @@ def _fetch_outputs(
     """Have the models around remote layers return plain tensors to the user."""
     attention = unsupported.AttentionConfigs({name: model.get_submodule(name) for name in remote})
 
+    def begin_pass(module: nn.Module, args: Any, kwargs: Any) -> None:
+        driver.begin_pass(module, (args, kwargs))
+
+    def end_pass(module: nn.Module, args: Any, output: Any) -> None:
+        driver.end_pass(module)
+
     def note_pass(module: nn.Module, args: Any, kwargs: Any) -> None:
         attention.check_unchanged()
         driver.note_pass(args, kwargs)
-        if isinstance(module, PreTrainedModel):
-            driver.note_cache(kwargs.get("past_key_values"))
 
     for name, module in model.named_modules():
         if name not in remote and any(
             inner.startswith(f"{name}." if name else "") for inner in remote
         ):
+            module.register_forward_pre_hook(begin_pass, with_kwargs=True)
             module.register_forward_pre_hook(_refuse_inner_outputs, with_kwargs=True)
             module.register_forward_pre_hook(note_pass, with_kwargs=True)
+            module.register_forward_hook(end_pass, always_call=True)
             module.register_forward_hook(_fetch_output)
             module.register_forward_hook(_RefuseUnrecorded(model, unrecorded), with_kwargs=True)
 

@@ -21,7 +21,7 @@ from drumline.errors import DrumlineError
 from drumline.kv_cache import proxy
 from drumline.pipeline.deferred_calls import DeferredCalls, InternedSpec, LayerRun
 from drumline.pipeline.driver import PipelineDriver
-from drumline.pipeline.lazy_tensor import LazyTensor, LazyUnknownShape
+from drumline.pipeline.lazy_tensor import LazyTensor, LazyUnknownShape, fetch_all
 
 MAX_KNOWN_FILLS = 1 << 12
 
@@ -64,13 +64,10 @@ class RemoteModule:
                 "dtype=torch.bfloat16, or call it outside of autocast."
             )
         leaves = pytree.Leaves()
-        has_turns = any(type(value) is int for value in (*args, *kwargs.values()))
         template = pytree.flatten(
             [args, kwargs],
             leaves,
-            lambda cache: proxy.cache_number(
-                cache, self.driver, self._own_layers(cache, has_turns)
-            ),
+            lambda cache: proxy.cache_number(cache, self.driver, self._unknown_layers(cache)),
         )
         spec = self.driver.intern(template)
         if leaves.caches and leaves.tensors and type(leaves.tensors[0]) is LazyUnknownShape:
@@ -90,20 +87,21 @@ class RemoteModule:
         run.is_learning |= fills is None
         return self._result(calls, spec, leaves)
 
-    def _own_layers(self, cache: Cache, has_turns: bool) -> Sequence[int]:
-        """The layers of a cache that are filled here and nowhere else, as far as that is known.
+    def _unknown_layers(self, cache: Cache) -> Sequence[int]:
+        """The layers of a cache that must be empty, as this rank would know nothing of the tokens.
 
-        An integer may say which turn of a recurrence it is (HRM): those of before are in others.
+        What layers put there in the present pass is no matter: HRM's take turns in one cache.
         """
-        if not has_turns:
-            return self.cache_layers
-        return range(len(cache.layers)) if self.driver.came_filled(cache) else ()
+        return () if self.driver.came_empty(cache) else self.cache_layers
 
     def _advance(self, run: LayerRun, hidden: torch.Tensor) -> None:
         """Count what the call puts into the cache, unless that has to be seen first."""
         is_new = run.spec not in self.outputs
         is_unsure = is_new and self.counts_by_pass is None
-        if is_unsure and not proxy.matches_pass_shape(self.driver.shape_of_pass, hidden):
+        is_uncounted = is_new and proxy.is_own(run.caches[0])  # it may put no keys anywhere
+        if is_uncounted or (
+            is_unsure and not proxy.matches_pass_shape(self.driver.shape_of_pass, hidden)
+        ):
             run.fills = None
         elif run.fills is not None:
             proxy.account_tokens(run.caches[0], run.fills, hidden, self.counts_by_pass)
@@ -120,10 +118,13 @@ class RemoteModule:
             new: Sequence[torch.Tensor] = self._learn(calls, run, leaves)
         else:
             new = self._lazy_outputs(calls, output, leaves)
-        value, *written = pytree.unflatten_output(
-            self.outputs[spec], leaves.tensors, iter(new), leaves.caches
-        )
-        for shared, changes in zip(leaves.shared, written, strict=True):
+        output = self.outputs[spec]
+        inputs = leaves.tensors
+        if pytree.written_inputs(output):  # who reads these inputs would not ask for them
+            calls.flush(is_amid_pass=True)
+            inputs, new = fetch_all(inputs), fetch_all(new)
+        value, *changed = pytree.unflatten_output(output, inputs, iter(new), leaves.caches)
+        for shared, changes in zip(leaves.shared, changed, strict=False):
             shared.update(changes)
         return value
 
@@ -146,8 +147,8 @@ class RemoteModule:
         and to some an integer says which turn of a recurrence it is (HRM)."""
         indices = tuple(index for index, _, _ in filled)
         is_usual = set(indices) <= set(self.cache_layers)
-        layers = self.cache_layers if is_usual else indices
         cache, hidden = leaves.caches[0], leaves.tensors[0]
+        layers = self.cache_layers if is_usual and not proxy.is_own(cache) else indices
         try:
             if not is_usual and self.cache_layers and not run.numbers:
                 raise DrumlineError(

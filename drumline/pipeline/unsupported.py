@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +33,10 @@ REFUSED_METHODS = {
     "__reduce_ex__": ("copied", "use it from several threads as it is, each with its own cache"),
 }
 """By method of a model: what it cannot be from here, and what to do instead."""
+
+
+SCALING_METHODS = ("div_", "mul_")
+"""With one number, on a whole weight of another rank, done there: RWKV scales its weights so."""
 
 
 class RemoteLayerError(DrumlineError):
@@ -105,15 +109,6 @@ class UnsupportedMixin:
         self._refuse("compiled", NOT_COMPILED)
         raise AttributeError("_initialize_hook")
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Names and shapes of all weights. Those that are not here cannot be saved."""
-        state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
-        if getattr(self, "_prefetcher", None) is not None:
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.is_meta:
-                    _make_tensor_read_only(value, name, 0)
-        return state
-
     def _postprocess_outputs(self, seek_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Of Whisper: it copies the cache into the result, which is elsewhere. So the result has
         None for it, as after a long recording."""
@@ -150,16 +145,21 @@ UnrecordedOutputs = list[tuple[str, str, int]]
 
 
 def make_read_only(
-    module: nn.Module, name: str, rank: int, unrecorded: UnrecordedOutputs | None = None
+    module: nn.Module,
+    name: str,
+    rank: int,
+    unrecorded: UnrecordedOutputs | None = None,
+    scale: Callable[..., None] | None = None,
+    tied: Collection[str] = (),
 ) -> None:
     """Let nobody replace a module or weight inside `module`, which runs on another rank.
 
     What an adapter library or a quantizer puts there would never be called. unrecorded: extended.
+    scale(rank, name, method, number): scales a weight there, if it is not `tied` to others.
     """
     unrecorded = [] if unrecorded is None else unrecorded
-    for inner, tensor in [*module.named_parameters(name), *module.named_buffers(name)]:
-        if tensor.is_meta:
-            _make_tensor_read_only(tensor, inner, rank)
+    for inner, tensor in make_weights_read_only(module, name, rank):
+        tensor.__dict__["_scale"] = None if inner in tied else scale
     kinds: dict[type[nn.Module], type[nn.Module]] = {}
     for inner, part in module.named_modules(prefix=name):
         kind = type(part)
@@ -173,6 +173,17 @@ def make_read_only(
         part.__class__ = kinds[kind]
         if part is not module:
             part.__dict__["forward"] = _RemoteForward(inner, rank)
+
+
+def make_weights_read_only(
+    module: nn.Module, name: str, rank: int = 0
+) -> list[tuple[str, torch.Tensor]]:
+    """The weights of a module that are on another rank, or on disk: nobody can write into them."""
+    tensors = [*module.named_parameters(name), *module.named_buffers(name)]
+    away = [(inner, tensor) for inner, tensor in tensors if tensor.is_meta]
+    for inner, tensor in away:
+        _make_tensor_read_only(tensor, inner, rank)
+    return away
 
 
 class _RemoteForward:
@@ -245,11 +256,16 @@ class _ReadOnlyTensor:
         for tensor in read_only:
             if any(tensor is leaf for leaf in written):
                 name, rank = tensor.__dict__["_read_only_origin"]
+                scale, numbers = tensor.__dict__["_scale"], args[1:]
+                is_scaled = func.__name__ in SCALING_METHODS and not kwargs
+                if scale and is_scaled and [type(n) in (int, float) for n in numbers] == [True]:
+                    scale(rank, name, func.__name__, *numbers)
+                    return tensor
+                where = f"rank {rank}" if rank else "disk"
                 raise DrumlineError(
-                    f"rank 0: {func.__name__} on {name}, which is on rank {rank}, would change "
+                    f"rank 0: {func.__name__} on {name}, which is on {where}, would change "
                     "nothing there; write the weights that you want into a checkpoint and load "
-                    "that, or give the layer to rank 0 in device_map. A model that does it itself, "
-                    "as RWKV does, runs on one rank only."
+                    "that, or give the layer to rank 0 in device_map."
                 )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -272,7 +288,7 @@ class _ReadOnlyBuffer(_ReadOnlyTensor, torch.Tensor):
 
 def _make_tensor_read_only(tensor: torch.Tensor, name: str, rank: int) -> None:
     tensor.__class__ = _ReadOnlyWeight if isinstance(tensor, nn.Parameter) else _ReadOnlyBuffer
-    tensor.__dict__["_read_only_origin"] = (name, rank)
+    tensor.__dict__["_read_only_origin"], tensor.__dict__["_scale"] = (name, rank), None
 
 
 def _writes(func: Any) -> bool:

@@ -48,6 +48,7 @@ class LoadOptions:
     dequantize: bool = False
     trust_remote_code: bool = False
     gguf_file: str | None = None
+    disable_mmap: bool = False
     rest: Mapping[str, Any] = field(default_factory=dict)
     speeds: DeviceSpeeds | None = None
     on_failure: str = "raise"

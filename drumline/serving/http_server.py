@@ -84,6 +84,7 @@ def serve(
                 batch=max_running,
                 length=length,
                 tp=tp,
+                disable_mmap=True,  # for as long as it runs, tokens count, and files may change
                 **options,
             ) as model,
         ):

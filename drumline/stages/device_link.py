@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from drumline.timings import TIMINGS
-
-if TYPE_CHECKING:
-    from communicator import Communicator
 
 Form = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 """Of a tensor without gaps: dtype, shape, strides."""
@@ -24,19 +21,20 @@ Form = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 class DeviceLink:
     """The tensors to or from one peer, in order, on torch's current stream.
 
+    comm: a Communicator, or what a group of ranks has in its place.
     waits: receive on a stream of its own, and let the host wait for it. So does the master: what it
         sends may wait for a rank whose result it has to receive first, and its caller reads the
         result as soon as it is back, when an error could not reach it any more.
     """
 
-    def __init__(self, comm: Communicator, peer: int, waits: bool = False):
+    def __init__(self, comm: Any, peer: int, waits: bool = False):
         self.comm, self.peer, self._waits = comm, peer, waits
         self._stream = None
         if waits and comm.device.type == "cuda":
             self._stream = torch.cuda.Stream(comm.device)  # type: ignore[no-untyped-call]
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        return tensor.device == self.comm.device
+        return bool(tensor.device == self.comm.device)
 
     def send(self, tensors: Iterable[torch.Tensor]) -> None:
         """Enqueue them: later work on the stream may change them."""

@@ -106,5 +106,6 @@ class Ring:
         return PeerLost(
             f"{self.coor.rank_name(self.rank)} lost its connection to "
             f"{self.coor.peers[neighbour]}, which holds {self.layers_by_rank[neighbour]}, so the "
-            f"model cannot run any more. Start all ranks again. ({error})"
+            "model cannot run any more.",
+            advice=f"Start all ranks again. ({error})",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,15 +62,14 @@ class StageCall:
         first = self.inputs[0]
         return value.shape == first.shape and value.dtype == first.dtype
 
-    def check_inputs_unchanged(self, inputs_before: list[torch.Tensor]) -> None:
-        """Raise if the layer wrote into what it was given, which the master would not see."""
-        for old, now in zip(inputs_before, self.inputs, strict=True):
-            if not torch.equal(old, now) and bool(((old != now) & (old == old)).any()):
-                raise DrumlineError(
-                    f"it wrote into a tensor of shape {[*now.shape]} that it was given, and what "
-                    "is written here does not reach the other ranks, so their results would be "
-                    "wrong; run this model on one rank."
-                )
+    def written(self, inputs_before: list[torch.Tensor]) -> list[int]:
+        """The positions of the inputs that the layer wrote into."""
+        pairs = enumerate(zip(inputs_before, self.inputs, strict=False))
+        return [
+            at
+            for at, (old, now) in pairs
+            if not torch.equal(old, now) and bool(((old != now) & (old == old)).any())
+        ]
 
     # A version is a layer's number of tokens, and whether it has a recurrent state. Compared around
     # the first call of a layer, versions show the master which layers of the cache it fills.
@@ -87,10 +87,14 @@ class StageCall:
             if new.length > old.length or new.has_state > old.has_state
         ]
 
-    def describe(self, value: Any, new: list[torch.Tensor]) -> pytree.TreeSpec:
+    def describe(
+        self, value: Any, new: list[torch.Tensor], written: Sequence[int] = ()
+    ) -> pytree.TreeSpec:
         pairs = zip(self.before, self.shared, strict=True)
-        written = [pytree.changed_items(old, now) for old, now in pairs]
-        return pytree.flatten_output([value, *written], self.inputs, new)
+        changed = [pytree.changed_items(old, now) for old, now in pairs]
+        output = pytree.flatten_output([value, *changed], self.inputs, new)
+        new.extend(self.inputs[at] for at in written)
+        return (*output, *[("written", at) for at in written])
 
 
 class Stage:
@@ -169,17 +173,18 @@ class Stage:
                     step, [held[slot] for slot in step.slots], message.ints, self.caches
                 )
             is_new = step.output is None
-            inputs_before = [tensor.clone() for tensor in call.inputs] if is_new else []
+            may_write = is_new or (step.output != pytree.NEW_HIDDEN_STATE and _writes(step))
+            inputs_before = [tensor.clone() for tensor in call.inputs] if may_write else []
             before = call.layer_versions() if is_new else []
             value = self.modules[step.module](*call.args, **call.kwargs)
+            written = call.written(inputs_before) if may_write else []
             if step.output is None:
-                call.check_inputs_unchanged(inputs_before)
                 beyond = []
-                note = json.dumps([call.describe(value, beyond), call.filled(before)])
+                note = json.dumps([call.describe(value, beyond, written), call.filled(before)])
             elif step.output == pytree.NEW_HIDDEN_STATE and call.is_plain(value):
                 held[made_at] = value
             else:
-                held.update(enumerate(_check_output_unchanged(step, call, value), made_at))
+                held.update(enumerate(_check_output_unchanged(step, call, value, written), made_at))
         tensors = [held[slot] for slot in route.leaving] + beyond
         return Message(MessageKind.CALL, message.program, message.ints, tensors, message.text, note)
 
@@ -220,7 +225,10 @@ class Stage:
         failures = []
         for operation in pytree.unflatten(program.operations, arrived):
             try:
-                self.caches.apply(*operation)
+                if operation[0] == "scale_weight":
+                    self._scale_weight(*operation[1:])
+                else:
+                    self.caches.apply(*operation)
             except Exception as error:  # the others are done all the same, here as elsewhere
                 failures.append(error)
         if self.graphs is not None:
@@ -228,16 +236,35 @@ class Stage:
         if failures:
             raise failures[0]
 
+    def _scale_weight(self, rank: int, name: str, method: str, number: float) -> None:
+        if rank != self.hop:
+            return
+        module, _, own_name = name.rpartition(".")
+        weight = getattr(self.modules[module], own_name)
+        if weight.device.type != self.device.type:
+            raise DrumlineError(
+                f"{name} is kept on the CPU or on disk, so {method} would scale only a copy; give "
+                "its layer a device in device_map."
+            )
+        getattr(weight, method)(number)
+
     def _apply_operations_only(self, message: Message) -> None:
         """Another stage failed: the operations on caches are still done, here as there."""
         with contextlib.suppress(Exception):  # the first is on its way to the master already
             self._apply_operations(self._route(message).program, message)
 
 
-def _check_output_unchanged(step: StageStep, call: StageCall, value: Any) -> list[torch.Tensor]:
+def _writes(step: StageStep) -> bool:
+    return bool(pytree.written_inputs(step.output))
+
+
+def _check_output_unchanged(
+    step: StageStep, call: StageCall, value: Any, written: Sequence[int]
+) -> list[torch.Tensor]:
     """The new tensors of what a layer returned, which must be of the form known for such calls."""
     new: list[torch.Tensor] = []
-    output = call.describe(value, new)
+    usual = pytree.written_inputs(step.output)
+    output = call.describe(value, new, usual if {*written} <= {*usual} else written)
     if output != step.output:
         raise DrumlineError(
             f"{step.module} returned {output} where it returned {step.output} for such "

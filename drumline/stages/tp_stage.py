@@ -17,6 +17,7 @@ from communicator import Communicator
 from coordinator import CoordinatorError, DrumlineError
 from drumline.core.group_monitor import GroupMonitor
 from drumline.errors import PeerLost
+from drumline.stages.device_link import DeviceLink
 from drumline.stages.messages import Message, MessageChannel, MessageKind, OnPredicted
 from drumline.stages.program import NOTHING
 from drumline.stages.ring import Ring
@@ -30,12 +31,20 @@ class StageGroup:
     """The ranks of one stage.
 
     rank: of this one among all ranks of the model. frames: over the group, its leader being rank 0.
-    monitor: over all ranks of the model.
+    monitor: over all ranks of the model. on_device: over the group's devices, that of the layers'
+        collectives, for tensors that lie there; without it they go through the memory of the CPU.
     """
 
-    def __init__(self, rank: int, frames: Communicator, monitor: GroupMonitor):
+    def __init__(
+        self,
+        rank: int,
+        frames: Communicator,
+        monitor: GroupMonitor,
+        on_device: Communicator | None = None,
+    ):
         self.rank, self.coor, self.monitor = rank, frames.coor, monitor
-        self.channel = MessageChannel(_BroadcastCommunicator(frames), 0)
+        link = DeviceLink(_BroadcastCommunicator(on_device), 0) if on_device else None
+        self.channel = MessageChannel(_BroadcastCommunicator(frames), 0, link)
 
     def broadcast(self, message: Message) -> None:
         """Send the leader's message to all other ranks of the group."""
@@ -82,7 +91,11 @@ class _BroadcastCommunicator:
     """The channel to a group: what is sent to one peer reaches all of them."""
 
     def __init__(self, comm: Communicator):
-        self.comm = comm
+        self.comm, self.device = comm, comm.device
+
+    def group(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing: broadcasts follow each other."""
+        return contextlib.nullcontext()
 
     def send(self, frame: torch.Tensor, peer: int) -> None:
         self.comm.broadcast(frame, peer)

@@ -9,11 +9,12 @@ In one process they are Accelerate's own functions, called and not written again
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
+
+import accelerate
+import accelerate.utils
 
 import launcher
 from coordinator import Coordinator
@@ -38,24 +39,14 @@ and a checkpoint has to have what the model has."""
 
 
 def _accelerate_function(name: str) -> Any:
-    """A function of Accelerate, or the line that installs it."""
-    try:
-        return getattr(importlib.import_module("accelerate.utils"), name, None) or getattr(
-            importlib.import_module("accelerate"), name
-        )
-    except ImportError as missing:
-        raise ImportError(
-            f"drumline.{name} is Accelerate's function for one process, and accelerate is not "
-            'installed ("pip install accelerate"); drumline.plan and drumline.load '
-            "plan and load over all ranks without it."
-        ) from missing
+    """A function of Accelerate."""
+    return getattr(accelerate.utils, name, None) or getattr(accelerate, name)
 
 
 def _with_accelerate_signature(function: Function) -> Function:
-    """With the signature that the installed Accelerate has, if one is installed."""
-    with contextlib.suppress(ImportError):
-        signature = inspect.signature(_accelerate_function(function.__name__))
-        function.__signature__ = signature  # type: ignore[attr-defined]
+    """With the signature that the installed Accelerate has."""
+    signature = inspect.signature(_accelerate_function(function.__name__))
+    function.__signature__ = signature  # type: ignore[attr-defined]
     return function
 
 

@@ -14,7 +14,7 @@ import torch
 
 from coordinator import Coordinator
 from drumline.core.device_map import Place
-from drumline.errors import PlanError
+from drumline.errors import PlanError, short_traceback
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import Memory, nbytes
 from drumline.strategies.auto import load_fastest
@@ -28,6 +28,7 @@ from drumline.weight_formats.gguf_file import gguf_path
 __all__ = ["Memory", "checkpoint_dtype", "load", "nbytes"]
 
 
+@short_traceback
 def load(
     path: str | Path,
     device_map: str | Mapping[str, Place | int] | None = None,
@@ -52,6 +53,7 @@ def load(
     dequantize: bool = False,
     trust_remote_code: bool = False,
     gguf_file: str | None = None,
+    disable_mmap: bool = False,
     on_failure: str = "raise",
     **options: Any,
 ) -> Any:
@@ -105,6 +107,9 @@ def load(
         Each rank logs their names.
     gguf_file: the name of a GGUF file in `path`, which may also be that file itself. Every rank
         must have it, and dequantizes its own layers.
+    disable_mmap: read weights into memory, in huge pages, where whole layers on the CPU would
+        otherwise be pages of the files, as in transformers: it takes longer, then a token takes
+        up to a tenth less, and the files may change.
     on_failure: "replan" lets the model outlive the loss of any rank but the master. The call in
         flight raises PeerLost; before the next one, the ranks that are left plan and load anew,
         into the same object. "raise": every later call raises, too.

@@ -72,8 +72,8 @@ def _load_stage(
         device_map = run_on_all_ranks(coor, lambda: inputs.plan(mode, options.speeds))
         planned.append(device_map)
         log.info("rank %d: %s of %s", coor.rank, device_map.of(coor.rank), path)
-        facts = {"plan": device_map.to_json(), "cuda_graphs": str(options.cuda_graphs)}
-        check_same_on_all_ranks(coor, facts)
+        facts = {"config": inputs.source.config.to_json_string(), "plan": device_map.to_json()}
+        check_same_on_all_ranks(coor, {**facts, "cuda_graphs": str(options.cuda_graphs)})
         if options.cuda_graphs:
             _check_graphs(device_map)
         stage = _load_weights(coor, inputs, device_map, options)

@@ -164,7 +164,13 @@ def _connect(
     layers = {rank: f"its part of {device_map.holds(stage)}" for rank, stage in enumerate(stages)}
     monitor = GroupMonitor(replica, [*reversed(ring_comms), *comms], layers)
     stack.callback(monitor.close)
-    return StageGroup(replica.rank, comms[0], monitor), ring_comms
+    on_device = next((comm for comm in comms[1:] if _carries_tensors(comm)), None)
+    return StageGroup(replica.rank, comms[0], monitor, on_device), ring_comms
+
+
+def _carries_tensors(comm: Communicator) -> bool:
+    """True if tensors of messages, too, go by the communicator of the layers."""
+    return comm.device.type != "cpu"
 
 
 def _free_nbytes_by_stage(

@@ -59,7 +59,8 @@ def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOption
         source = find_gguf(coor, gguf)
     else:
         source = find_checkpoint(coor, path, options.adapter, options.trust_remote_code)
-    source = replace(source, config=choose_config(source.config, options.config))
+    config = choose_config(source.config, options.config)
+    source = replace(source, config=config, maps=not options.disable_mmap)
     adapter, source = find_adapter(coor, options.adapter, source)
     kind = run_on_all_ranks(coor, lambda: _model_class(source, options))
     dtype = checkpoint_dtype(options.dtype, source.config)

@@ -23,7 +23,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from communicator import dtype_info
 from coordinator import Coordinator
 from drumline.checkpoint.json_files import check_regular_file
-from drumline.checkpoint.safetensors_index import ComputedTensor, StoredTensor, TensorReader
+from drumline.checkpoint.safetensors_index import (
+    ComputedTensor,
+    StoredTensor,
+    TensorReader,
+    file_state,
+)
 from drumline.checkpoint.source import CheckpointFiles, share_index
 from drumline.core.consistency import run_on_all_ranks
 from drumline.core.shards import Region
@@ -113,7 +118,7 @@ def _library() -> Any:
 def _tensors(file: Path) -> Iterator[tuple[str, GgufTensor]]:
     try:
         check_regular_file(file)
-        status = file.stat()
+        written = file_state(file)
         reader = _library().GGUFReader(file)
         (architecture,) = transformers_gguf.read_field(reader, "general.architecture")
         for tensor in reader.tensors:
@@ -125,7 +130,7 @@ def _tensors(file: Path) -> Iterator[tuple[str, GgufTensor]]:
                     int(tensor.data_offset),
                     "U8",
                     (int(tensor.n_bytes),),
-                    (status.st_size, status.st_mtime_ns),
+                    written,
                     architecture=architecture,
                     kind=tensor.tensor_type,
                     array_shape=tuple(map(int, array.shape)),

@@ -69,8 +69,27 @@ class Scheduler:
                 self.free.append(slot)
 
 
+class DecodeGraph:
+    """A CUDA graph of the pass that gives each of some sequences its next token."""
+
+    def __init__(self, model: Llama, *inputs: torch.Tensor) -> None:
+        """Capture it. The same pass has run outside before, as the Communicator needs."""
+        self.inputs, self.graph = inputs, torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.hidden = model.hidden(*inputs, whole=True)
+
+    def replay(self, *inputs: torch.Tensor) -> torch.Tensor:
+        for own, new in zip(self.inputs, inputs, strict=True):
+            own.copy_(new)
+        self.graph.replay()
+        return self.hidden
+
+
 class Engine:
-    """slots: sequences that are generated at once. length: the most tokens of one."""
+    """slots: sequences that are generated at once. length: the most tokens of one.
+
+    Close it before its Communicator, which its graphs hold.
+    """
 
     def __init__(
         self,
@@ -81,9 +100,14 @@ class Engine:
         slots: int = 8,
         length: int = 512,
     ) -> None:
-        self.coor, self.device = coor, comm.device
+        self.coor, self.comm, self.device = coor, comm, comm.device
+        self.uses_graphs = comm.device.type == "cuda"
+        self.graphs: dict[int, DecodeGraph] = {}  # by the number of sequences
         self.slots, self.length = slots, length
         self.model = Llama(Path(folder), comm, dtype, slots, length)
+
+    def close(self) -> None:
+        self.graphs.clear()
 
     def generate(
         self, prompts: list[list[int]], max_new_tokens: int, ends: frozenset[int] = frozenset()
@@ -110,8 +134,21 @@ class Engine:
         rows = torch.tensor(tokens, device=self.device).view(len(slots), -1)
         places = torch.arange(rows.shape[1], device=self.device)
         positions = torch.tensor(first, device=self.device)[:, None] + places
-        logits = self.model.logits(rows, positions, torch.tensor(slots, device=self.device))
-        return logits.argmax(-1).tolist()
+        hidden = self._hidden(rows, positions, torch.tensor(slots, device=self.device))
+        next_tokens = self.model.vocabulary.logits(hidden).argmax(-1).tolist()
+        if self.graphs:
+            self.comm.check()  # a replay raises nothing
+        return next_tokens
+
+    def _hidden(self, *inputs: torch.Tensor) -> torch.Tensor:
+        count, num_tokens = inputs[0].shape
+        if num_tokens > 1 or not self.uses_graphs:
+            return self.model.hidden(*inputs, whole=False)
+        if count in self.graphs:
+            return self.graphs[count].replay(*inputs)
+        hidden = self.model.hidden(*inputs, whole=True)
+        self.graphs[count] = DecodeGraph(self.model, *inputs)
+        return hidden
 
 
 def main(folder: str, *texts: str) -> None:
@@ -121,8 +158,10 @@ def main(folder: str, *texts: str) -> None:
         for text in texts
     ]
     with Coordinator() as coor, Communicator(coor) as comm:
-        for tokens in Engine(folder, coor, comm).generate(prompts, max_new_tokens=32):
+        engine = Engine(folder, coor, comm)
+        for tokens in engine.generate(prompts, max_new_tokens=32):
             print(tokenizer.decode(tokens) if tokenizer else tokens)
+        engine.close()
 
 
 def _tokenizer(folder: str):

@@ -80,11 +80,15 @@ class Checkpoint:
 
 @dataclass
 class Batch:
-    """Sequences of as many new tokens each. positions: [sequences, tokens]; slots: of the cache."""
+    """Sequences of as many new tokens each. positions: [sequences, tokens]; slots: of the cache.
+
+    length: how many tokens of the cache are read.
+    """
 
     positions: torch.Tensor
     slots: torch.Tensor
     angles: torch.Tensor
+    length: int
 
     def rotated(self, x: torch.Tensor) -> torch.Tensor:
         """x, [sequences, heads, tokens, head_dim], turned by its positions."""
@@ -122,7 +126,7 @@ class Attention:
         """The cached keys and values of the batch's sequences, the new ones written to it."""
         slots = batch.slots[:, None].expand_as(batch.positions)
         self.cache[:, slots, :, batch.positions] = new.permute(1, 3, 0, 2, 4)
-        return self.cache[:, batch.slots, :, : int(batch.positions.max()) + 1]
+        return self.cache[:, batch.slots, :, : batch.length]
 
 
 class Mlp:
@@ -163,7 +167,7 @@ class Llama:
     def __init__(
         self, folder: Path, comm: Communicator, dtype: torch.dtype, slots: int, length: int
     ):
-        self.shape = LlamaShape.read(folder, comm.world_size)
+        self.shape, self.length = LlamaShape.read(folder, comm.world_size), length
         weights = Checkpoint(folder, comm, dtype)
         self.vocabulary = Vocabulary(weights, self.shape.is_tied)
         self.norm = weights.whole("model.norm.weight")
@@ -179,20 +183,24 @@ class Llama:
         wide = x.float()
         return scale * (wide * (wide.square().mean(-1, True) + self.shape.eps).rsqrt()).to(x.dtype)
 
-    def _batch(self, positions: torch.Tensor, slots: torch.Tensor) -> Batch:
+    def _batch(self, positions: torch.Tensor, slots: torch.Tensor, whole: bool) -> Batch:
         steps = torch.arange(0, self.shape.head_dim, 2, device=positions.device).float()
         frequencies = self.shape.theta ** (-steps / self.shape.head_dim)
         angles = positions[:, None, :, None].float() * torch.cat((frequencies, frequencies))
-        return Batch(positions, slots, angles)
+        length = self.length if whole else int(positions.max()) + 1
+        return Batch(positions, slots, angles, length)
 
-    @torch.inference_mode()
-    def logits(
-        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    @torch.no_grad()
+    def hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, whole: bool
     ) -> torch.Tensor:
-        """The logits after the last token of each sequence: [sequences, vocab]."""
-        batch = self._batch(positions, slots)
+        """The hidden state after the last token of each sequence.
+
+        whole: read the cache to its end, masked, so that no shape depends on the positions.
+        """
+        batch = self._batch(positions, slots, whole)
         x = self.vocabulary.embed(tokens)
         for (before, after), attention, mlp in self.layers:
             x = x + attention(self._normed(x, before), batch)
             x = x + mlp(self._normed(x, after))
-        return self.vocabulary.logits(self._normed(x[:, -1], self.norm))
+        return self._normed(x[:, -1], self.norm)

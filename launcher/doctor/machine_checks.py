@@ -15,8 +15,8 @@ from launcher import ports
 from launcher.doctor.finding import Finding, installed_version
 from launcher.system import free_memory, linux
 
-REQUIRED = ("torch", "msgpack", "filelock", "safetensors")
-OPTIONAL = ("transformers", "accelerate")
+REQUIRED = ("torch", "msgpack", "filelock")
+OPTIONAL = ("transformers", "safetensors", "accelerate")
 FOLDERS = ("drumline-launch-*", "drumline-trace-*")  # the next part is the pid of the launcher
 SHARED_MIB = 256  # NCCL and torch's data loaders take theirs from /dev/shm
 MEMORY_MIB = 1024

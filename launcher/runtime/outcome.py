@@ -86,4 +86,7 @@ def _notes(first: Failure, ranks: list[LaunchedRank], oom_killed: bool) -> Itera
     if first.signal == signal.SIGKILL and oom_killed:
         yield "The kernel killed processes meanwhile because memory ran out: see `dmesg`."
     if first.signal == signal.SIGBUS:
-        yield "A file that it had mapped was cut off meanwhile, or /dev/shm was full."
+        yield (
+            "A file that it had mapped, such as the weights of a model, was cut off meanwhile, or "
+            "/dev/shm was full."
+        )

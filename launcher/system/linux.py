@@ -115,6 +115,20 @@ def read_proc_link(path: str) -> str:
         return ""
 
 
+def file_system(device: int, mounts: str = "") -> tuple[str, str]:
+    """The kind and the source of the file system of this number; ("", "") if no mount shows it.
+
+    mounts: the text of mountinfo, see proc_pid_mountinfo(5); that of this process if not given.
+    """
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in (mounts or read_proc("self/mountinfo")).splitlines():
+        mount, _, description = line.partition(" - ")
+        if mount.split()[2] == number:
+            kind, source = description.split()[:2]
+            return kind, source
+    return "", ""
+
+
 def link_of_fd(fd: str | int) -> str:
     """The file behind a descriptor of this process; empty if it is closed."""
     return read_proc_link(f"self/fd/{fd}")

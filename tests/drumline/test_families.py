@@ -14,11 +14,12 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
 
-from drumline import DrumlineError, StageError
+from drumline import DrumlineError
 from drumline.kv_cache.owner import change_layers
 from drumline.kv_cache.placeholder import counting_tokens, make_placeholder
 from drumline.planner.model_profile import layer_names
 from drumline.strategies import pipeline_parallel
+from launcher import LaunchError
 
 BASE = {
     "vocab_size": 64,
@@ -105,6 +106,10 @@ CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
             "qk_rope_head_dim": 8,
             "v_head_dim": 8,
         },
+    ),
+    "minimax": (
+        "MiniMaxForCausalLM",
+        {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 4},
     ),
     "mamba": ("MambaForCausalLM", {**BASE, "state_size": 8}),
     "qwen3_next": (
@@ -471,14 +476,35 @@ def test_logits_of_routers_are_refused_where_some_would_be_missing(checkpoints, 
     on_master(path, 2, work, device_map=second_halves(plain))
 
 
-def test_a_layer_that_writes_into_what_it_is_given_is_refused(checkpoints, on_master):
-    """RWKV's layers fill one state, each its own part of it: the other ranks would not know."""
-    config = {**BASE, "attention_hidden_size": 32, "context_length": 64, "rescale_every": 0}
+def test_what_layers_write_into_their_inputs_reaches_the_other_ranks(checkpoints, on_master):
+    """RWKV's layers fill one state, each its own part of it, and the model scales their weights."""
+    config = {**BASE, "attention_hidden_size": 32, "context_length": 64, "rescale_every": 2}
     plain, path = checkpoints.make("rwkv", "RwkvForCausalLM", **config)
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+
+    def work(model: Any) -> Any:
+        with torch.no_grad():
+            state = model(ids, use_cache=True).state
+            model(ids[:, :3], state=state, use_cache=True)
+        tokens = model.generate(ids, max_new_tokens=8, do_sample=False)
+        return tokens.tolist(), [part.tolist() for part in state]
+
+    blocks = [f"rwkv.blocks.{n}" for n in range(4)]
+    everywhere = {"": 0, **dict(zip(blocks, [1, 2, 0, 2], strict=True))}
+    assert on_master(path, 3, work, device_map=everywhere) == work(plain)
+    with pytest.raises(LaunchError, match=r"div_ on rwkv\.blocks\.3.*, which is on disk"):
+        on_master(path, 1, work, device_map={"": "cpu", blocks[3]: "disk"})
+
+
+def test_a_cache_of_a_model_s_own_kind_is_not_changed_by_halves(checkpoints, on_master):
+    plain, path = checkpoints.make("minimax", CAUSAL["minimax"][0], **CAUSAL["minimax"][1])
+    ids = prompt()["input_ids"]
 
     def work(model: Any) -> None:
-        with pytest.raises(StageError, match="it wrote into a tensor of shape"):
-            model.generate(**prompt(), max_new_tokens=2)
+        with pytest.raises(DrumlineError, match=r"MiniMaxCache has a crop\(\) of its own"):
+            model(ids).past_key_values.crop(-1)
+        with pytest.raises(DrumlineError, match="came with"):
+            model(ids[:, :1], past_key_values=plain(ids).past_key_values)
 
     on_master(path, 2, work, device_map=second_halves(plain))
 

@@ -79,8 +79,8 @@ def make_model(folder: Path) -> None:
 
 def left_behind(mark: str, before: set[str]) -> list[str]:
     """Processes of the run that still live, and its names in shared memory."""
-    left = [name for name in os.listdir("/dev/shm") if not name.startswith(NOT_OURS)]
-    left = [name for name in left if name not in before]
+    names = [entry.name for entry in os.scandir("/dev/shm") if entry.is_file()]
+    left = [name for name in names if not name.startswith(NOT_OURS) and name not in before]
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if f"{MARK}={mark}".encode() in (process / "environ").read_bytes():

@@ -12,6 +12,7 @@ from pathlib import Path
 import vllm
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
 
 def parameters(method: object) -> list[str]:
@@ -28,8 +29,8 @@ def methods(kind: type) -> dict[str, list[str]]:
 
 
 def recorded() -> dict[str, object]:
-    kinds = {kind.__name__: methods(kind) for kind in (DeviceCommunicatorBase, CpuCommunicator)}
-    return {"version": vllm.__version__, **kinds}
+    kinds = (DeviceCommunicatorBase, CpuCommunicator, CudaCommunicator)
+    return {"version": vllm.__version__, **{kind.__name__: methods(kind) for kind in kinds}}
 
 
 if __name__ == "__main__":

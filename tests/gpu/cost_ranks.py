@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 
 from communicator import Unsupported
 from communicator.backends.nccl.oneshot import HANDLE_BYTES, Kernels
@@ -24,6 +25,7 @@ ROUNDS, EAGER_CALLS, NUM_GRAPHS = 9, 20, 10
 OURS, THEIRS = "communicator, blocking", "torch.distributed"
 Call = Callable[[], object]
 VLLM_LIBRARY = ROOT / ".gpu" / "libvllm_allreduce.so"  # by `make gpu-parts`
+SGLANG_LIBRARY = ROOT / ".gpu" / "libsglang_allreduce.so"
 MIDDLE = 1 << 20  # of an arena
 ADDRESSES_NBYTES = 8 << 20
 
@@ -37,11 +39,13 @@ def call_costs(coor: Coordinator, nccl: Any) -> dict[str, list[float]]:
 
 
 def vllm_costs(coor: Coordinator, nccl: Any) -> dict[str, list[float]]:
-    """The same of one-shot sums and of vLLM's custom allreduce, which is not replayed: for that
-    the ranks exchange, after the capture, the addresses that the graph uses."""
+    """The same of one-shot sums, SGLang's, and vLLM's custom allreduce, which is not replayed: for
+    that the ranks exchange, after the capture, the addresses that the graph uses."""
     tensor = torch.ones(4096, dtype=torch.bfloat16, device=GPU)
     with nccl(coor, device=0, oneshot=True) as comm:
         ways = {"communicator, one-shot": lambda: comm.allreduce(tensor)}
+        if SGLANG_LIBRARY.exists():
+            ways["SGLang's one-shot push"] = _sglang_sum(coor, tensor)
         ways["vLLM's custom allreduce"] = _vllm_sum(coor, tensor)
         return _costs(coor, tensor, ways)
 
@@ -61,6 +65,24 @@ def _vllm_sum(coor: Coordinator, tensor: torch.Tensor) -> Call:
     def call(lives_as_long: torch.Tensor = addresses) -> None:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         library.vllm_sum(peer, own, data, tensor.numel(), stream)
+
+    return call
+
+
+def _sglang_sum(coor: Coordinator, tensor: torch.Tensor) -> Call:
+    """It has an arena of ours for its counters, and from the middle on for its buffers."""
+    library = ctypes.CDLL(str(SGLANG_LIBRARY))
+    arenas = _map_arenas(coor, Kernels())
+    buffers = type(arenas)(*(at + MIDDLE for at in arenas))
+    own, data = ctypes.c_void_p(buffers[coor.rank]), ctypes.c_void_p(tensor.data_ptr())
+    assert library.sglang_clear(own, ctypes.c_size_t(MIDDLE)) == 0
+    coor.barrier()
+    counters = ctypes.c_void_p(arenas[coor.rank])
+
+    def call() -> None:
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        code = library.sglang_sum(buffers, counters, data, data, tensor.numel(), coor.rank, stream)
+        assert code == 0, code
 
     return call
 
@@ -115,8 +137,24 @@ def _ways(stack: ExitStack, coor: Coordinator, nccl: Any, tensor: torch.Tensor) 
         OURS: lambda: blocking.allreduce(tensor),
         "communicator": lambda: waiting.allreduce(tensor),
         **summing,
+        **_symmetric_memory(coor, tensor),
         THEIRS: lambda: dist.all_reduce(tensor),
     }
+
+
+def _symmetric_memory(coor: Coordinator, tensor: torch.Tensor) -> dict[str, Call]:
+    """torch's one-shot sum, which copies into memory that the ranks have mapped, in one kernel."""
+    group, problem = dist.group.WORLD, ""
+    try:
+        buffer = symm_mem.empty(tensor.numel(), dtype=tensor.dtype, device=GPU)
+        symm_mem.rendezvous(buffer, group)
+    except (RuntimeError, AttributeError) as error:
+        problem = str(error)
+    if problems := [text for text in coor.allgather_object(problem) if text]:
+        print(f"torch's symmetric memory is left out: {problems[0]}")
+        return {}
+    add, name = torch.ops.symm_mem.one_shot_all_reduce_copy_out, group.group_name
+    return {"torch symm_mem, one-shot": lambda: add(buffer, tensor, "sum", name, tensor)}
 
 
 def _is_right(call: Call, tensor: torch.Tensor, coor: Coordinator) -> float:

@@ -8,9 +8,11 @@ import torch
 import transformers
 from transformers import cache_utils
 
-from drumline import parallelize
+from drumline import model_packages
+from drumline.tensor_parallel.parallelize import parallelize
 
 # For a machine whose transformers is too old to have them; nothing here uses them.
+model_packages.LOWEST["transformers"] = (5,)
 for name in ("Fp8QuantizedLayer", "BaseQuantizedLayer", "KVSharingDict"):
     if not hasattr(cache_utils, name):
         setattr(cache_utils, name, type(name, (), {}))

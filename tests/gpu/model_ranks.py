@@ -17,6 +17,7 @@ from tests.gpu import decode  # first: it adds what drumline's modules look for
 import drumline
 from communicator import Communicator
 from coordinator import Coordinator
+from drumline.compile_once import precompile
 from drumline.stages.device_link import DeviceLink
 from drumline.stages.messages import Message, MessageChannel, MessageKind
 from drumline.strategies import serve_stage
@@ -128,6 +129,27 @@ def hoisted(coor: Coordinator) -> list[float]:
     return errors
 
 
+def precompiled(coor: Coordinator, folder: str) -> list[float]:
+    """A layer that one rank compiles for all, each with weights of its own: its error, and whether
+    this rank compiled it."""
+    torch.manual_seed(coor.rank)
+    layer = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16))
+    layer, x = layer.to(GPU).eval(), torch.randn(4, 16, device=GPU)
+    compiled: list[Any] = []
+    compile_weightless = precompile.compile_weightless
+
+    def compile_here(*arguments: Any) -> bytes:
+        compiled.append(arguments)
+        return compile_weightless(*arguments)
+
+    precompile.compile_weightless = compile_here
+    quick = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+    with torch.no_grad():
+        run = drumline.precompile(layer, (x,), coor, folder=f"{folder}/artifacts", options=quick)
+        error = (run(x) - layer(x)).abs().max().item()
+    return [error, len(compiled)]
+
+
 # How fast.
 
 
@@ -143,6 +165,8 @@ def decoding(coor: Coordinator, folder: str) -> dict[str, list[float]]:
         found["transformers alone"] = speed(alone)
         found["transformers alone, static cache"] = speed(alone, **static)
         del alone
+        for place in ("cpu", "disk"):
+            found[f"half of the layers on {place}"] = _offloaded_speed(folder, place)
     coor.barrier()
     split = halves(coor, BIG["num_hidden_layers"])
     found["two stages"] = on_master(coor, folder, speed, **split)
@@ -154,7 +178,20 @@ def decoding(coor: Coordinator, folder: str) -> dict[str, list[float]]:
     if not coor.is_master():
         return {}
     expected = found["transformers alone"][1]
-    return {way: [rate, float(tokens == expected)] for way, (rate, tokens) in found.items()}
+    return {
+        way: [rate, float(tokens == expected[: len(tokens)])]
+        for way, (rate, tokens) in found.items()
+    }
+
+
+def _offloaded_speed(folder: str, place: str) -> tuple[float, list[int]]:
+    """Of one process whose second half of the layers waits elsewhere until it runs."""
+    layers, here, there = BIG["num_hidden_layers"], (0, str(GPU)), (0, place)
+    places = {"": here, **{f"model.layers.{n}": there for n in range(layers // 2, layers)}}
+    room = dict.fromkeys([here, there], ROOM_BYTES)
+    with Coordinator(_alone()) as own:
+        model = drumline.load(folder, coor=own, device_map=places, max_memory=room)
+        return _tokens_per_s(model, NEW_TOKENS // 4)
 
 
 def _tokens_per_s(model: Any, count: int, **options: Any) -> tuple[float, list[int]]:

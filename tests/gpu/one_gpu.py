@@ -36,7 +36,8 @@ needs_two_gpus = pytest.mark.skipif(
 
 
 def nccl_environment(launch_id: str, rank: int) -> dict[str, str]:
-    """What lets this rank share the GPU: NCCL before 2.30 must take it for a host of its own.
+    """What lets this rank share the GPU: NCCL before 2.30 must take it for a host of its own, and
+    torch's symmetric memory must be told.
 
     A step between ranks then goes over loopback and costs a time slice of the GPU, about 2 ms.
     """
@@ -48,6 +49,7 @@ def nccl_environment(launch_id: str, rank: int) -> dict[str, str]:
         "NCCL_NET_PLUGIN": "none",
         "NCCL_RAS_ENABLE": "0",
         "NCCL_MAX_NCHANNELS": "2",
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     }
     if GPU.type == "cpu":
         return {}

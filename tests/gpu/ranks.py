@@ -21,7 +21,7 @@ from communicator import Communicator, CommunicatorTimeout, PeerLost, conformanc
 from communicator.backends.nccl import Nccl, oneshot
 from communicator.backends.nccl.cupy import Cupy
 from coordinator import Coordinator, DrumlineError
-from tests.gpu.one_gpu import GPU, RESULT
+from tests.gpu.one_gpu import GPU, RESULT, ROOT
 
 MIB = 1 << 20
 GRAPHS, CALLS_PER_GRAPH = 30, 65
@@ -479,6 +479,28 @@ def decode_in_a_graph(coor: Coordinator) -> list[list[int]]:
         comm.synchronize()
         graph.reset()
         return found
+
+
+def nano_engine(coor: Coordinator, folder: str) -> list[Any]:
+    """The example of an engine: tokens of one process and its own, and how many graphs it made."""
+    sys.path.insert(0, str(ROOT / "examples" / "nano_engine"))
+    from engine import Engine
+
+    from tests.gpu import decode
+
+    model = decode.small_model(GPU, vocab_size=66)
+    if coor.is_master():
+        model.save_pretrained(folder)
+    coor.barrier()
+    with Nccl(coor, device=0) as comm:
+        engine = Engine(folder, coor, comm, slots=2, length=decode.ROOM)
+        engine.uses_graphs = True  # also by the stand-in
+        tokens, num_graphs = engine.generate(decode.PROMPT * 2, decode.COUNT), len(engine.graphs)
+        engine.close()
+    prompt = torch.tensor(decode.PROMPT, device=GPU)
+    whole = model.generate(prompt, max_new_tokens=decode.COUNT, do_sample=False)
+    copies = 2 if coor.is_master() else 0
+    return [whole[:, prompt.shape[1] :].tolist() * copies, tokens, num_graphs]
 
 
 def stages_in_graphs(coor: Coordinator, folder: str) -> list[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 
 from tests.gpu import decode  # noqa: F401 - first: it adds what drumline's modules look for
 
@@ -101,6 +102,11 @@ def install() -> type[CpuNccl]:
     for name, value in cuda.items():
         setattr(torch.cuda, name, value)
     pipeline_parallel._check_graphs = lambda chosen: None
+    symm_mem.empty = torch.empty
+    symm_mem.rendezvous = lambda tensor, group: None
+    torch.ops.symm_mem.one_shot_all_reduce_copy_out = lambda buffer, tensor, op, name, out: (
+        dist.all_reduce(out.copy_(tensor))
+    )
     start = dist.init_process_group
     dist.init_process_group = lambda backend, device_id=None, **rest: start("gloo", **rest)
     return CpuNccl

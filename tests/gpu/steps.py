@@ -1,8 +1,9 @@
 """The steps of `make gpu`: python -m tests.gpu.steps RESULTS.tgz [PART ...]
 
-The parts come in order, cheapest facts first, and each ends within nine minutes. All together end
-within half an hour, or within --seconds; what has not ended by then is named, and the same command
-goes on with it. Every step's output and tables are in the archive before the next step.
+The parts come in order, most worth first, and each ends within nine minutes. All together end
+within half an hour, or within --seconds: a step that might not is not begun. What is left then is
+named, and the same command goes on with it. Every step's output and tables are in the archive
+before the next step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import table
@@ -45,19 +46,22 @@ print("not in the driver:", nccl_library.missing_graph_functions() or "nothing t
 '
 """
 
-# What was carried here serves where there is no compiler, and wheels of `make gpu-parts` where
-# packages are missing or too old.
+# By `make gpu-parts`: native parts of these sources, and wheels where packages are missing or too
+# old. Without them, what was carried here serves where there is no compiler.
 PARTS_BROUGHT, SITE = ROOT / ".gpu", ROOT / "build" / "gpu-site"
-BUILD = f"""
-test ! -d {PARTS_BROUGHT} || {PYTHON} -m pip install --quiet --no-index --no-deps --no-compile \
-    --upgrade --target {SITE} {PARTS_BROUGHT}/*.whl || echo '== taking the packages that are here'
-{PYTHON} setup.py --quiet build_ext --inplace || echo '== not built: taking what is here'
-csrc/scripts/build_cuda.sh || echo '== no new kernel: taking what is here'
-{PYTHON} -c '
+CHECK_NATIVE = f"""{PYTHON} -c '
 import communicator._native, coordinator._node_shm
 from communicator.backends import nccl
 communicator._native.open(nccl.Nccl.path)
-'
+'"""
+BUILD = f"""
+test ! -d {PARTS_BROUGHT} || {PYTHON} -m pip install --quiet --no-index --no-deps --no-compile \
+    --upgrade --target {SITE} {PARTS_BROUGHT}/*.whl || echo '== taking the packages that are here'
+if test "$(cat {PARTS_BROUGHT}/native.digest)" = "$(csrc/scripts/digest.sh)" &&
+    tar xzf {PARTS_BROUGHT}/native.tgz && {CHECK_NATIVE}; then exit 0; fi
+{PYTHON} setup.py --quiet build_ext --inplace || echo '== not built: taking what is here'
+csrc/scripts/build_cuda.sh || echo '== no new kernel: taking what is here'
+{CHECK_NATIVE}
 """
 
 
@@ -79,7 +83,7 @@ NCCL, ONESHOT = "tests/gpu/test_nccl.py", "tests/gpu/test_oneshot.py"
 FIRST, SLOW = "registered_memory or sample", "conform or compiled or behind"
 PARTS = {
     "facts": [
-        Step("build", BUILD, 240),
+        Step("build", BUILD, 180),
         Step("facts", FACTS, 60),
         Step("first-sums", tests(NCCL, FIRST), 100, WITHOUT_MAPPED_MEMORY),
     ],
@@ -89,14 +93,14 @@ PARTS = {
         Step("nccl", tests(NCCL, f"not ({SLOW}) and not ({FIRST})"), 320),
     ],
     "tables": [
-        Step("calls", f"{PYTHON} -m benchmarks.gpu calls", 180),
-        Step("small", f"{PYTHON} -m benchmarks.gpu small", 180),
-        Step("vllm", f"test ! -d {PARTS_BROUGHT} || {PYTHON} -m benchmarks.gpu vllm", 100),
+        Step("costs", f"{PYTHON} -m benchmarks.gpu costs", 100),
+        Step("vllm", f"test ! -d {PARTS_BROUGHT} || {PYTHON} -m benchmarks.gpu vllm", 60),
+        Step("calls", f"{PYTHON} -m benchmarks.gpu calls", 90),
+        Step("small", f"{PYTHON} -m benchmarks.gpu small", 90),
     ],
     "models": [
-        Step("costs", f"{PYTHON} -m benchmarks.gpu costs", 100),
-        Step("stages", f"{PYTEST} tests/gpu/test_stages.py", 200),
-        Step("models", f"{PYTHON} -m benchmarks.gpu models", 240),
+        Step("models", f"{PYTHON} -m benchmarks.gpu models", 200),
+        Step("stages", f"{PYTEST} tests/gpu/test_stages.py", 240),
     ],
     "conformance": [Step("conformance", tests(NCCL, "conform"), 540)],
     "long": [
@@ -138,11 +142,6 @@ class Results:
         is_fresh = log.exists() and time.time() - log.stat().st_mtime < FRESH_S
         return is_fresh and f"== {name}: exit" in log.read_text(errors="replace")
 
-    def note_cut(self, name: str) -> None:
-        """Let the step count as one that has not ended."""
-        (self.folder / f"{name}.log").rename(self.folder / f"{name}-cut.log")
-        self.save()
-
     def save(self) -> None:
         self.archive.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.archive.with_suffix(".part")
@@ -164,17 +163,15 @@ def run_step(step: Step, results: Results) -> bool:
 
 
 def run_steps(steps: list[Step], results: Results, total_s: float) -> tuple[list[str], list[str]]:
-    """The names of the steps that failed, and of those that had not ended in time."""
+    """The names of the steps that failed, and of those that might not have ended in time.
+
+    The first is run in any case: whoever has less time than a step has the rest of it later.
+    """
     end, failed = time.monotonic() + total_s, []
     for at, step in enumerate(steps):
-        left_s = int(end - time.monotonic())
-        left_out = [step.name for step in steps[at:]]
-        if left_s <= 0:
-            return failed, left_out
-        if not run_step(replace(step, limit_s=min(step.limit_s, left_s)), results):
-            if left_s < step.limit_s and time.monotonic() > end - 1:
-                results.note_cut(step.name)
-                return failed, left_out
+        if at > 0 and step.limit_s > end - time.monotonic():
+            return failed, [step.name for step in steps[at:]]
+        if not run_step(step, results):
             failed.append(step.name)
     return failed, []
 

@@ -46,6 +46,11 @@ def test_every_rank_of_a_tensor_parallel_model_generates_the_same(tmp_path):
         assert tokens == whole
 
 
+def test_the_example_of_an_engine_decodes_by_cuda_graphs(tmp_path):
+    for whole, tokens, num_graphs in run("nano_engine", 2, str(tmp_path)):
+        assert tokens == whole and num_graphs == 1
+
+
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_weights_come_from_elsewhere_to_the_gpu_when_they_run(tmp_path, place):
     ((whole, tokens),) = run("model_ranks.offloaded", 1, str(tmp_path), place)
@@ -75,3 +80,9 @@ def test_the_server_answers_from_the_gpu(tmp_path):
         finally:
             server.kill()
     assert [int(word) for word in text.split()] == [token for token in whole if token]  # 0: unknown
+
+
+def test_a_layer_is_compiled_by_one_rank_and_runs_on_all(tmp_path):
+    found = run("model_ranks.precompiled", 2, str(tmp_path), timeout_s=200)
+    assert all(error < 1e-4 for error, _ in found)
+    assert sum(num_compiled for _, num_compiled in found) == 1

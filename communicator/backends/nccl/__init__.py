@@ -353,6 +353,7 @@ class Nccl(PluginCommunicator):
         elif not self._is_end_known:
             problem = self._end_error()
         super().close()
+        self._memory.free_dropped()
         if problem is not None and not is_failing:
             raise problem
         if problem is not None:
@@ -360,7 +361,7 @@ class Nccl(PluginCommunicator):
 
     def _finalize(self) -> DrumlineError | None:
         """Close in good order, and announce it to the peers. Returns what went wrong."""
-        self._memory.run_deferred_frees()
+        self._memory.free_dropped()
         try:
             if self._oneshot is not None:
                 self._oneshot.prepare_close()
@@ -459,12 +460,13 @@ class Nccl(PluginCommunicator):
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A tensor in memory that NCCL's collectives use without a copy. Collective.
 
-        Memory of ncclMemAlloc, registered as a symmetric window where the library has them. It is
-        freed with the last view of it, which waits for the GPU. A graph does not keep it alive.
+        Memory of ncclMemAlloc, registered as a symmetric window where the library has them. Once
+        its last view is gone, the next empty() or close() waits for the GPU and frees it. A graph
+        does not keep it alive.
         Raises CommunicatorError on every rank if one has no free memory.
         """
         self._check_outside_capture("empty")
-        self._memory.run_deferred_frees()
+        self._memory.free_dropped()
         return self._memory.empty(shape, dtype)
 
     def mem_alloc(self, nbytes: int) -> int:

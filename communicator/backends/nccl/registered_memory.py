@@ -19,11 +19,16 @@ PAGE_BYTES = 4096  # NCCL_WIN_REQUIRED_ALIGNMENT
 
 
 class RegisteredMemory:
-    """Allocates and frees memory of one communicator. Torch frees with a tensor's last view."""
+    """Allocates and frees memory of one communicator.
+
+    Freeing waits for the device, which would end any capture in this process. So the last view of a
+    tensor only notes its memory, and the next empty() or close() frees it. After close() nothing
+    else would, so the last view does, unless its thread captures.
+    """
 
     def __init__(self, comm: Nccl) -> None:
         self._comm, self._library, self._device = weakref.ref(comm), comm.library, comm.device
-        self._deferred_frees: list[int] = []  # addresses, until no graph is being captured
+        self._dropped: list[int] = []  # addresses that no tensor uses any more
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor without values. Collective; raises on every rank if one has no free memory."""
@@ -39,23 +44,21 @@ class RegisteredMemory:
         whole = torch.as_tensor(block, device=comm.device)
         return whole[: numel * dtype.itemsize].view(dtype).view(sizes)
 
-    def free(self, address: int) -> None:
-        """Free now, or when the stream is no longer captured: freeing would break the graph."""
-        self._deferred_frees.append(address)
-        self.run_deferred_frees()
+    def drop(self, address: int) -> None:
+        self._dropped.append(address)
+        comm = self._comm()
+        if comm is None or not comm.is_usable():
+            self.free_dropped()
 
-    def run_deferred_frees(self) -> None:
-        while self._deferred_frees and not _is_capturing():
-            comm, address = self._comm(), self._deferred_frees.pop()
+    def free_dropped(self) -> None:
+        """Free what no tensor uses any more, once the device has done its work."""
+        while self._dropped and not torch.cuda.is_current_stream_capturing():
+            comm, address = self._comm(), self._dropped.pop()
             torch.cuda.synchronize(self._device)
             if comm is not None and comm.is_usable():
                 comm.mem_free(address)
             else:
                 self._library.mem_free(address)
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()
 
 
 def _check_free_memory(comm: Nccl, nbytes: int) -> None:
@@ -75,7 +78,7 @@ def _check_free_memory(comm: Nccl, nbytes: int) -> None:
 
 
 class _Block:
-    """Memory that torch sees by the CUDA array interface; freed with its last view."""
+    """Memory that torch sees by the CUDA array interface, until its last view is gone."""
 
     def __init__(self, memory: RegisteredMemory, address: int, nbytes: int) -> None:
         self._memory, self._address = memory, address
@@ -89,4 +92,4 @@ class _Block:
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            self._memory.free(self._address)
+            self._memory.drop(self._address)

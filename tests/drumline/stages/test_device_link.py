@@ -11,6 +11,7 @@ import torch
 import drumline
 import launcher
 from communicator import Communicator
+from drumline.stages import tp_stage
 from drumline.stages.device_link import DeviceLink
 from drumline.stages.ring import Ring
 from drumline.strategies import pipeline_parallel, pipeline_tp, serve_stage
@@ -61,8 +62,17 @@ def test_micro_batches_pass_each_other_on_their_way(checkpoints, on_master, link
     assert on_master(path, 2, work) == say(plain, rows=4, count=3)
 
 
-def test_stages_of_tp_groups_pass_tensors_on_from_device_to_device(checkpoints, links):
+def test_stages_of_tp_groups_pass_tensors_on_from_device_to_device(checkpoints, links, monkeypatch):
+    """Between the leaders, and from each leader to its group."""
     plain, path = checkpoints.llama()
+    monkeypatch.setattr(pipeline_tp, "_carries_tensors", lambda comm: True)
+    receive, by_group = DeviceLink.receive, []
+
+    def note(link, forms):
+        by_group.append(isinstance(link.comm, tp_stage._BroadcastCommunicator))
+        return receive(link, forms)
+
+    monkeypatch.setattr(DeviceLink, "receive", note)
 
     def rank():
         torch.set_num_threads(1)
@@ -71,6 +81,7 @@ def test_stages_of_tp_groups_pass_tensors_on_from_device_to_device(checkpoints, 
 
     found = launcher.launch(rank, nprocs=4, launcher="threads", timeout_s=100)[0]
     assert found == say(plain, count=2) and links
+    assert {*by_group} == {True, False}
 
 
 def test_what_arrived_while_a_rank_failed_is_not_used():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 import threading
 
 import accelerate
@@ -124,13 +123,6 @@ def test_options_as_they_are_if_not_given_are_as_good_as_not_given():
 def test_an_option_that_the_cluster_does_not_know_is_refused(name, options):
     with pytest.raises(TypeError, match=next(iter(options), "places of several ranks")):
         getattr(drumline, name)(nn.Linear(2, 2), {(0, "cpu"): 900}, **options)
-
-
-@pytest.mark.parametrize("name", ["get_max_memory"])
-def test_without_accelerate_the_error_says_what_to_install(monkeypatch, name):
-    monkeypatch.setitem(sys.modules, "accelerate.utils", None)
-    with pytest.raises(ImportError, match="pip install accelerate"):
-        getattr(drumline, name)()
 
 
 class Three(nn.Module):

@@ -1,8 +1,9 @@
 /* A stand-in for libnccl (and, with -DCUDA, for the few functions of libcuda and libcudart that are
  * used beside it). It moves nothing: it writes down what it is asked and answers as -D says, so
  * that tests see the calls and their order without a GPU. Of NCCL's behaviour it models that a
- * communicator ends once, is asked for nothing while a call is in progress, and outlives the graphs
- * that hold its calls unless it was aborted. */
+ * communicator ends once, is asked for nothing while a call is in progress, loses peers of its own,
+ * and outlives the graphs that hold its calls unless it was aborted; of CUDA's, that each stream has
+ * calls and captures of its own. */
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
@@ -21,7 +22,8 @@ typedef struct {
     char bytes[128];
 } Id;
 typedef struct Comm {
-    int rank, nranks, polls, state;
+    int rank, nranks, polls;
+    int state; /* what polling ends with, if its own peers are dead */
     int spins; /* a kernel of a replay that waits for a dead peer */
     const char* ended_by;
 } Comm;
@@ -29,15 +31,22 @@ typedef struct Comm {
 static char log_text[65536];
 static size_t log_length;
 static unsigned char config_bytes[256];
-static int next_state; /* what polling ends with */
+static int next_state; /* what polling ends with for all others */
 static int num_polls = POLLS;
 void stand_in_polls(int count) { num_polls = count; }
-static unsigned long long capture; /* 0: the stream is not being captured */
+typedef struct {
+    void* at;
+    unsigned long long capture; /* 0: it is not being captured */
+} Stream;
+static Stream streams[16];
 static struct {
     Comm* comm;
-    unsigned long long graph;
-} captured[4096]; /* calls, of whichever graph */
-static int num_captured;
+    void* stream;
+    unsigned long long graph; /* 0: run at once */
+} calls[4096];
+static int num_calls;
+static Comm* comms[64]; /* in the order in which they were made */
+static int num_comms;
 
 __attribute__((unused)) static void note(const char* format, ...) {
     va_list values;
@@ -58,30 +67,60 @@ static void use(Comm* comm, const char* function) {
 const char* stand_in_misuse(void) { return misuse; }
 const char* stand_in_log(void) { return log_text; }
 void stand_in_forget(void) {
-    log_text[log_length = num_captured = 0] = 0;
+    log_text[log_length = num_calls = num_comms = 0] = 0;
     misuse = "";
 }
 const unsigned char* stand_in_config(void) { return config_bytes; }
 void stand_in_fail_with(int state) { next_state = state; }
+int stand_in_num_comms(void) { return num_comms; }
+void stand_in_lose_peers_of(int number, int state) { comms[number]->state = state; }
+static int state_of(Comm* comm) { return comm->state != 0 ? comm->state : next_state; }
+__attribute__((unused)) static Comm* make_comm(int rank, int nranks) {
+    Comm* comm = calloc(1, sizeof *comm);
+    comm->rank = rank;
+    comm->nranks = nranks;
+    if (num_comms < 64) comms[num_comms++] = comm;
+    return comm;
+}
+
+static Stream* stream_at(void* at) {
+    Stream* stream = streams;
+    while (stream->at != at && stream->at != NULL && stream != streams + 15) stream++;
+    stream->at = at;
+    return stream;
+}
+void stand_in_capture_on(void* stream, unsigned long long id) { stream_at(stream)->capture = id; }
+/* How many calls a stream, or a graph that was captured on it, has. */
+int stand_in_calls(void* stream, unsigned long long graph) {
+    int count = 0;
+    for (int i = 0; i < num_calls; i++)
+        count += calls[i].stream == stream && calls[i].graph == graph;
+    return count;
+}
 
 #define put_off(comm) put_off_by(comm, __func__)
 __attribute__((unused)) static int put_off_by(Comm* comm, const char* function) {
     use(comm, function);
     comm->polls = num_polls;
-    if (capture != 0 && num_captured < 4096) {
-        captured[num_captured].comm = comm;
-        captured[num_captured++].graph = capture;
-    }
     return 7;
+}
+#define enqueue(comm, stream) enqueue_by(comm, stream, __func__)
+__attribute__((unused)) static int enqueue_by(Comm* comm, void* stream, const char* function) {
+    if (num_calls < 4096) {
+        calls[num_calls].comm = comm;
+        calls[num_calls].stream = stream;
+        calls[num_calls++].graph = stream_at(stream)->capture;
+    }
+    return put_off_by(comm, function);
 }
 /* The calls of a graph run again, without the plugin. An aborted communicator lives on for its
  * graphs, and its kernels end at once; a destroyed one must not be replayed. */
 void stand_in_replay(unsigned long long graph) {
-    for (int i = 0; i < num_captured; i++) {
-        Comm* comm = captured[i].comm;
-        if (captured[i].graph != graph) continue;
+    for (int i = 0; i < num_calls; i++) {
+        Comm* comm = calls[i].comm;
+        if (calls[i].graph != graph) continue;
         if (comm->ended_by == NULL)
-            comm->spins = next_state != 0;
+            comm->spins = state_of(comm) != 0;
         else if (strcmp(comm->ended_by, "ncclCommAbort") != 0)
             misuse = __func__;
     }
@@ -107,9 +146,7 @@ int ncclCommInitRankConfig(Comm** comm, int nranks, Id id, int rank, void* confi
     for (int i = 0; i < 128; i++)
         if (id.bytes[i] != (char)(255 - i)) return 5;
     note("CommInitRankConfig nranks=%d rank=%d", nranks, rank);
-    *comm = calloc(1, sizeof **comm);
-    (*comm)->rank = rank;
-    (*comm)->nranks = nranks;
+    *comm = make_comm(rank, nranks);
     return put_off(*comm);
 }
 int ncclCommGetAsyncError(Comm* comm, int* state) {
@@ -118,18 +155,14 @@ int ncclCommGetAsyncError(Comm* comm, int* state) {
     *state = 7;
     return 0;
 #endif
-    *state = comm->polls > 0 ? 7 : next_state;
+    *state = comm->polls > 0 ? 7 : state_of(comm);
     if (comm->polls > 0) comm->polls--;
     return 0;
 }
 int ncclCommSplit(Comm* comm, int color, int key, Comm** child, void* config) {
     (void)config;
     note("CommSplit color=%d key=%d", color, key);
-    if (color >= 0) {
-        *child = calloc(1, sizeof **child);
-        (*child)->rank = key;
-        (*child)->nranks = 1;
-    }
+    if (color >= 0) *child = make_comm(key, 1);
     return put_off(comm);
 }
 int ncclCommCount(Comm* comm, int* count) {
@@ -145,7 +178,7 @@ int ncclCommFinalize(Comm* comm) {
     return put_off(comm);
 }
 int ncclCommDestroy(Comm* comm) {
-    if (comm->spins || next_state != 0) misuse = "ncclCommDestroy, which waits for the dead";
+    if (comm->spins || state_of(comm) != 0) misuse = "ncclCommDestroy, which waits for the dead";
     use(comm, __func__);
     comm->ended_by = __func__;
     note("CommDestroy");
@@ -171,29 +204,28 @@ int ncclGroupEnd(void) {
 int ncclAllReduce(void* send, void* recv, size_t count, int dtype, int op, Comm* comm, void* on) {
     note("AllReduce in_place=%d count=%zu dtype=%d op=%d stream=%p", send == recv, count, dtype, op,
          on);
-    return put_off(comm);
+    return enqueue(comm, on);
 }
 int ncclBroadcast(void* send, void* recv, size_t count, int dtype, int root, Comm* comm, void* on) {
-    (void)on;
     note("Broadcast in_place=%d count=%zu dtype=%d root=%d", send == recv, count, dtype, root);
-    return put_off(comm);
+    return enqueue(comm, on);
 }
 int ncclReduce(void* send, void* recv, size_t count, int dtype, int op, int root, Comm* comm,
                void* on) {
-    (void)send, (void)on;
+    (void)send;
     note("Reduce recv=%d count=%zu dtype=%d op=%d root=%d", recv != NULL, count, dtype, op, root);
-    return put_off(comm);
+    return enqueue(comm, on);
 }
 int ncclAllGather(void* send, void* recv, size_t count, int dtype, Comm* comm, void* on) {
-    (void)send, (void)recv, (void)on;
+    (void)send, (void)recv;
     note("AllGather count=%zu dtype=%d", count, dtype);
-    return put_off(comm);
+    return enqueue(comm, on);
 }
 int ncclReduceScatter(void* send, void* recv, size_t count, int dtype, int op, Comm* comm,
                       void* on) {
-    (void)send, (void)recv, (void)on;
+    (void)send, (void)recv;
     note("ReduceScatter count=%zu dtype=%d op=%d", count, dtype, op);
-    return put_off(comm);
+    return enqueue(comm, on);
 }
 int ncclSend(char* buffer, size_t count, int dtype, int peer, Comm* comm, void* on) {
     (void)on, (void)comm;
@@ -207,9 +239,9 @@ int ncclRecv(char* buffer, size_t count, int dtype, int peer, Comm* comm, void* 
 }
 #ifndef NO_ALLTOALL
 int ncclAlltoAll(void* send, void* recv, size_t count, int dtype, Comm* comm, void* on) {
-    (void)send, (void)recv, (void)on;
+    (void)send, (void)recv;
     note("AlltoAll count=%zu dtype=%d", count, dtype);
-    return put_off(comm);
+    return enqueue(comm, on);
 }
 #endif
 int ncclRedOpCreatePreMulSum(int* op, void* scalar, int dtype, int residence, Comm* comm) {
@@ -275,7 +307,7 @@ static int num_objects, device, chip = 9;
 static unsigned contexts = 1; /* a bit for each device that has one */
 static const char* refused = "";
 
-void stand_in_capture(unsigned long long id) { capture = id; }
+void stand_in_capture(unsigned long long id) { stand_in_capture_on((void*)0x5eed, id); }
 void stand_in_contexts(unsigned bits) { contexts = bits; }
 unsigned stand_in_has_contexts(void) { return contexts; }
 void stand_in_refuse(const char* function) { refused = function; }
@@ -303,11 +335,11 @@ int cuStreamGetCaptureInfo_v3(void* stream, int* status, unsigned long long* id,
 int cuStreamGetCaptureInfo_v2(void* stream, int* status, unsigned long long* id, void** graph,
                               const void*** dependencies, size_t* num_dependencies) {
 #endif
-    (void)stream, (void)dependencies, (void)num_dependencies;
+    (void)dependencies, (void)num_dependencies;
     MAYBE_REFUSE();
-    *status = capture != 0;
-    *id = capture;
-    *graph = &capture;
+    *id = stream_at(stream)->capture;
+    *status = *id != 0;
+    *graph = stream_at(stream);
     return 0;
 }
 int cuUserObjectCreate(void** object, void* payload, void (*destroy)(void*), unsigned references,
@@ -316,7 +348,6 @@ int cuUserObjectCreate(void** object, void* payload, void (*destroy)(void*), uns
     if (references != 1 || flags != 1) return 1;
     objects[num_objects].payload = payload;
     objects[num_objects].destroy = destroy;
-    objects[num_objects].graph = capture;
     *object = &objects[num_objects++];
     return 0;
 }
@@ -328,7 +359,9 @@ int cuUserObjectRelease(void* object, unsigned references) {
 }
 int cuGraphRetainUserObject(void* graph, void* object, unsigned references, unsigned flags) {
     MAYBE_REFUSE();
-    return graph == &capture && object != NULL && references == 1 && flags == 1 ? 0 : 1;
+    if (object != &objects[num_objects - 1] || references != 1 || flags != 1) return 1;
+    objects[num_objects - 1].graph = ((Stream*)graph)->capture;
+    return objects[num_objects - 1].graph == 0;
 }
 int cudaGetDevice(int* ordinal) {
     *ordinal = device;

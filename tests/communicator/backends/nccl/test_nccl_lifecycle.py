@@ -383,18 +383,48 @@ def test_python_that_runs_while_an_error_is_raised_may_call_the_same_communicato
         assert not thread.is_alive() and log_of(path)[-1] == "MemFree"
 
 
-def test_memory_is_not_freed_while_a_graph_is_captured_even_after_close(path, monkeypatch):
-    """Freeing waits for the device, which ends the capture of another communicator's graph."""
+def test_memory_that_is_dropped_waits_for_a_call_that_may_wait_for_the_device(path, monkeypatch):
+    """Garbage may be collected while any thread captures, and waiting would end that capture."""
+    cuda_on_cpu.install(monkeypatch)
+    waits = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    with Coordinator() as coor, Nccl(coor, library=path) as comm:
+        memory = comm._memory
+        monkeypatch.setattr(memory, "empty", lambda shape, dtype: "made")
+        addresses = [comm.mem_alloc(4096) for _ in range(3)]
+        log_of(path)
+        memory.drop(addresses[0])
+        assert log_of(path) == [] == waits
+        assert comm.empty(1) == "made"
+        assert log_of(path) == ["CommWindowDeregister", "MemFree"] and len(waits) == 1
+        memory.drop(addresses[1])
+        comm.close()
+        assert log_of(path)[:3] == ["CommWindowDeregister", "MemFree", "CommWindowDeregister"]
+        memory.drop(addresses[2])
+        assert log_of(path) == ["MemFree"] and len(waits) == 3
+
+
+def test_after_close_memory_is_not_freed_while_its_thread_captures(path, monkeypatch):
     cuda = cuda_on_cpu.install(monkeypatch)
     with Coordinator() as coor, Nccl(coor, library=path) as comm:
         memory, address = comm._memory, comm.mem_alloc(4096)
         comm.close()
         log_of(path)
         cuda.current.is_capturing = True
-        memory.free(address)
+        memory.drop(address)
         assert log_of(path) == []
         cuda.current.is_capturing = False
-        memory.run_deferred_frees()
+        memory.free_dropped()
+        assert log_of(path) == ["MemFree"]
+
+
+def test_what_was_dropped_before_an_abort_is_freed_by_close(path, monkeypatch):
+    cuda_on_cpu.install(monkeypatch)
+    with Coordinator() as coor, Nccl(coor, library=path) as comm:
+        comm._memory.drop(comm.mem_alloc(4096))
+        comm.abort()
+        log_of(path)
+        comm.close()
         assert log_of(path) == ["MemFree"]
 
 

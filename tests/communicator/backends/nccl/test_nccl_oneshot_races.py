@@ -9,7 +9,7 @@ import pytest
 
 from tests.communicator.backends.nccl import oneshot_build
 
-WORLDS = [2, 4, pytest.param(8, marks=pytest.mark.soak)]
+WORLDS = [2, 4, 8]
 CLEAN, RACE = 0, 66  # exit codes of ThreadSanitizer; 1 is a wrong sum
 
 DRIVER = """
