@@ -360,6 +360,7 @@ class NodeLeader:
                 self._drop(connection)
             elif FREE in lines:
                 connection.is_told = False
+                self._note_return(connection.node, connection.address)
         elif lines:
             try:
                 self._greet(connection, NodeDescription.from_json(json.loads(lines[0])))
@@ -386,8 +387,11 @@ class NodeLeader:
         self.sent_away.pop(connection.address, None)
         self.nodes[node.node_rank] = connection
         self.gone.discard(node.node_rank)  # it comes again
+        self._note_return(node, connection.address)
+
+    def _note_return(self, node: NodeDescription, address: str) -> None:
         if self._has_begun and node.node_rank not in self._expected:
-            _notice(f"{node} at {connection.address} has come, and is in the next restart")
+            _notice(f"{node} at {address} has come, and is in the next restart")
 
     def _taken(self, node: NodeDescription) -> str:
         if node.node_rank in self.nodes:
