@@ -12,11 +12,18 @@ DrumlineError
 
 from __future__ import annotations
 
+import functools
+import logging
 import traceback
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 from coordinator import DrumlineError as DrumlineError
 from coordinator import PeerLost as PeerLost
 
+P = ParamSpec("P")
+T = TypeVar("T")
+log = logging.getLogger("drumline")
 MAX_ERROR_CHARS = 16_000
 """Characters of an error that are sent to another rank."""
 
@@ -43,6 +50,33 @@ class WorkerExit(SystemExit):
     It is how `drumline.load` ends on every rank but the master: the rest of an ordinary script is
     the master's. Being a SystemExit it ends the process quietly; catch it to do something else.
     """
+
+
+def short_traceback(function: Callable[P, T]) -> Callable[P, T]:
+    """A public function that raises the errors of a caller's mistake as its own.
+
+    Their traceback within drumline goes to the log, at the level DEBUG. That of other errors stays.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except (PlanError, CheckpointError) as error:
+            if _is_unexpected(error.__cause__):
+                raise
+            log.debug("%s", error, exc_info=error)
+            raise error.with_traceback(None) from None
+
+    return call
+
+
+def _is_unexpected(cause: BaseException | None) -> bool:
+    """True for a cause that is no file, value or package that somebody gave."""
+    own = (DrumlineError, OSError, ValueError, ImportError)
+    return cause is not None and not (
+        isinstance(cause, own) and not _is_unexpected(cause.__cause__)
+    )
 
 
 def describe_error(error: BaseException) -> str:

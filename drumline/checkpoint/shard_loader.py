@@ -32,12 +32,13 @@ from drumline.core.consistency import run_and_share
 from drumline.core.hugepages import TensorSpec, allocate_hugepages
 from drumline.core.mesh import Mesh, read_mesh
 from drumline.core.shards import ShardSpec
-from drumline.errors import CheckpointError, DrumlineError, PlanError
+from drumline.errors import CheckpointError, DrumlineError, PlanError, short_traceback
 
 P = TypeVar("P")
 Device = torch.device | str
 
 
+@short_traceback
 def load_into(
     model: nn.Module,
     path: str | Path,

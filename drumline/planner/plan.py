@@ -20,7 +20,7 @@ from drumline.core.device_map import (
     offload_level,
     sort_places,
 )
-from drumline.errors import PlanError
+from drumline.errors import PlanError, short_traceback
 from drumline.planner.cost_model import DeviceSpeeds, PartitionSearch, PassShape, part_time_s
 from drumline.planner.user_map import complete_user_map
 
@@ -31,6 +31,7 @@ KINDS = ("auto", "balanced", "sequential", "fastest")
 """Plans by name, which a device_map may say."""
 
 
+@short_traceback
 def plan(
     model: ModelProfile,
     free_nbytes: Mapping[Place, int],

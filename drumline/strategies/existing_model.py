@@ -22,7 +22,7 @@ from drumline.checkpoint.source import CheckpointFiles, share_index
 from drumline.checkpoint.weight_map import WeightMap
 from drumline.core.consistency import check_same_on_all_ranks, run_on_all_ranks
 from drumline.core.device_map import DeviceMap, ModelProfile, Place
-from drumline.errors import PlanError
+from drumline.errors import PlanError, short_traceback
 from drumline.offload.placement import install_device_hooks, offloaded_modules
 from drumline.offload.prefetcher import DiskWeights, make_prefetcher
 from drumline.planner.memory import Memory, cluster_memory, limit_memory
@@ -34,6 +34,7 @@ from drumline.strategies.pipeline_parallel import connect_stages
 Map = str | Mapping[str, Place | int | str] | DeviceMap
 
 
+@short_traceback
 def dispatch(
     model: nn.Module,
     device_map: Map = "auto",

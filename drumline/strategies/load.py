@@ -14,7 +14,7 @@ import torch
 
 from coordinator import Coordinator
 from drumline.core.device_map import Place
-from drumline.errors import PlanError
+from drumline.errors import PlanError, short_traceback
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import Memory, nbytes
 from drumline.strategies.auto import load_fastest
@@ -28,6 +28,7 @@ from drumline.weight_formats.gguf_file import gguf_path
 __all__ = ["Memory", "checkpoint_dtype", "load", "nbytes"]
 
 
+@short_traceback
 def load(
     path: str | Path,
     device_map: str | Mapping[str, Place | int] | None = None,

@@ -22,12 +22,13 @@ from communicator import Communicator
 from drumline.checkpoint.model_tensors import replace_tensors
 from drumline.core.mesh import Mesh
 from drumline.core.shards import Region, ShardSpec, local_shape, owned_regions
-from drumline.errors import PlanError
+from drumline.errors import PlanError, short_traceback
 from drumline.tensor_parallel.tp_checks import check_plan, check_specs
 from drumline.tensor_parallel.tp_layers import insert_collectives
 from drumline.tensor_parallel.tp_plan import MODULE_STYLES, ROW, UNSHARDED, Styles, read_plan
 
 
+@short_traceback
 def parallelize(model: nn.Module, plan: str | Styles, comm: Communicator) -> dict[str, Any]:
     """Shard a model that every rank has whole, in place; returns the specs of each parameter.
 

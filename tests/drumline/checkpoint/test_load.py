@@ -27,6 +27,7 @@ from drumline.checkpoint.empty_model import load_shard
 from drumline.checkpoint.safetensors_index import TensorReader, read_index
 from drumline.core.consistency import check_same_on_all_ranks, run_on_all_ranks
 from drumline.core.shards import Region
+from drumline.errors import short_traceback
 from drumline.planner.model_profile import build_on_meta, profile_model
 from drumline.stages.stage_weights import fill
 from drumline.strategies import pipeline_parallel
@@ -669,3 +670,23 @@ def test_a_mapped_file_that_is_written_to_is_an_error_at_the_end(checkpoints, on
     on_master(file.parent, 2, written, disable_mmap=True)
     with pytest.raises(LaunchError, match="was written to while its pages were the weights"):
         on_master(file.parent, 2, written)
+
+
+def test_the_traceback_of_a_callers_mistake_is_the_callers_alone(tmp_path):
+    """There were 41 lines around the one that says what to do."""
+    with pytest.raises(CheckpointError, match="holds no config") as error:
+        drumline.load(tmp_path)
+    assert len(error.traceback) == 2 and error.value.__cause__ is None
+
+
+def test_the_traceback_of_an_unexpected_error_is_whole():
+    @short_traceback
+    def fails():
+        try:
+            raise KeyError("a bug")
+        except KeyError as error:
+            raise CheckpointError("nothing can be built") from error
+
+    with pytest.raises(CheckpointError) as error:
+        fails()
+    assert len(error.traceback) == 3 and isinstance(error.value.__cause__, KeyError)
