@@ -389,7 +389,7 @@ HUGE = {  # 80 kB to 4 MB: more than the server takes, in each place that takes 
     "prompts": ("completions", {"prompt": [[1]] * 200_000}),
     "objects": ("completions", {"prompt": [{}] * 100_000}),
     "fields": ("completions", {"prompt": "5", **{f"x{i}": 1 for i in range(300_000)}}),
-    "messages": ("/v1/chat/completions", {"messages": [{}] * 1_000_000}),
+    "messages": ("chat/completions", {"messages": [{}] * 1_000_000}),
 }
 
 
