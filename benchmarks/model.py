@@ -56,7 +56,8 @@ def measure(folder: str, arguments: argparse.Namespace, parameters: int) -> Tabl
         f"batch {BATCH}, {PROMPT} tokens of prompt, {NEW_TOKENS} new ones. plain: from_pretrained "
         "in one process, in turns with us. Both map the files, so a token, which reads all weights "
         "but the embeddings, is timed with the load, too. peak: of resident memory, while loading "
-        "and generating, above what the process held before, files it maps included; of the rank with most."
+        "and generating, above what the process held before, files it maps included; of the rank "
+        "with most."
     )
     table = Table("model", COLUMNS, note, keep=arguments.save)
     for ranks in arguments.ranks:
