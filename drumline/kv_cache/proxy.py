@@ -189,7 +189,13 @@ def merge_proxies(whole: Cache, parts: Sequence[Cache]) -> None:
 
 def _register(cache: CacheProxy, op_log: CacheOpLog) -> None:
     cache.op_log, cache.number = op_log, op_log.next_cache()
-    weakref.finalize(cache, op_log.forget, cache.number).atexit = False
+    # The log, whose failure may hold this cache, is not to live by it.
+    weakref.finalize(cache, _forget, weakref.ref(op_log), cache.number).atexit = False
+
+
+def _forget(op_log: weakref.ref[CacheOpLog], number: int) -> None:
+    if (log := op_log()) is not None:
+        log.forget(number)
 
 
 def _check_empty(cache: Cache, layers: Iterable[int]) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,6 +57,7 @@ class Replanner:
         self._first_rank = self.coor.rank
         self._idle, self._num_calls = threading.Condition(), 0
         self._end: BaseException | None = None
+        self.script_failure: Exception | None = None  # the others end after this rank, to be blamed
         if self.coor.is_master():
             launcher.outlive_failures(self.coor.info)
 
@@ -103,8 +105,20 @@ class Replanner:
         model.__class__ = type(kind.__name__, (ReplanningMixin, kind), names)
         model._replanner = self
         _, leave, arguments, _ = model._leave.detach()
-        model._leave = weakref.finalize(model, _leave_and_close, self.coor, leave, *arguments)
+        model._leave = weakref.finalize(model, self._close, leave, *arguments)
         return model
+
+    def _close(self, leave: Callable[..., None], *arguments: Any) -> None:
+        """Release the other ranks, and wait for them unless one has failed, as this one may."""
+        error: BaseException | None = self.script_failure or getattr(sys, "last_value", None)
+        try:
+            leave(*arguments)
+        finally:
+            lost = [f for f in self.coor.failures() if f.reason is not FailureReason.LEFT]
+            if lost:  # the other ranks wait to hear who goes on
+                self.coor.survivors(release=True, timeout_s=TIMINGS.drain_s)
+                error = PeerLost(str(lost[0]), lost)
+            self.coor.__exit__(type(error) if error else None, error, None)
 
     @contextlib.contextmanager
     def call(self, model: Any, *, may_wait: bool) -> Iterator[None]:
@@ -146,6 +160,11 @@ class ReplanningMixin:
 
     _replanner: Replanner
 
+    def close(self, exit_code: int = 0) -> None:
+        if exit_code:
+            self._replanner.script_failure = RuntimeError(f"the script ends with {exit_code}")
+        super().close(exit_code)  # type: ignore[misc]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._replanner.call(self, may_wait=False):  # it may be one of generate()
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -172,18 +191,6 @@ def _met(before: Coordinator) -> Coordinator | None:
 
 def _is_lost(model: Any) -> bool:
     return model._driver is not None and model._driver.lost is not None
-
-
-def _leave_and_close(coor: Coordinator, leave: Callable[..., None], *arguments: Any) -> None:
-    """Release the other ranks, and wait for them unless some have failed."""
-    try:
-        leave(*arguments)
-    finally:
-        lost = [f for f in coor.failures() if f.reason is not FailureReason.LEFT]
-        if lost:  # the other ranks wait to hear who goes on
-            coor.survivors(release=True, timeout_s=TIMINGS.drain_s)
-        error = PeerLost(str(lost[0]), lost) if lost else None
-        coor.__exit__(type(error) if error else None, error, None)
 
 
 def _end_given_up(before: Coordinator, now: Coordinator) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -44,6 +46,17 @@ def test_the_next_token_is_counted_with_what_was_made_ahead(cache):
     account_tokens(cache, (0, 1), torch.empty(2, 1, 8))
     assert cache.layers[0].keys is cache.layers[1].keys is ahead
     assert lengths(cache) == {(2, 6)}
+
+
+def test_a_log_whose_failure_holds_a_cache_is_freed():
+    """The error of a lost rank holds the frames of generate(), and kept every driver alive."""
+    cache, log = DynamicCache(), CacheOpLog()
+    cache_number(cache, log)
+    log.failure = cache
+    left = weakref.ref(log)
+    del cache, log
+    gc.collect()
+    assert left() is None
 
 
 def test_what_was_made_ahead_is_left_where_something_else_comes(cache):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import drumline
+import launcher
 from coordinator import Coordinator
 from drumline.errors import PlanError
 from drumline.strategies.replanning import memory_of
@@ -41,6 +42,18 @@ def test_ranks_that_cannot_hold_the_model_say_so_in_every_call(checkpoints, star
     lost, *later = reports(processes)
     assert lost.startswith("PeerLost")
     assert all(text.startswith("PlanError: the model needs") for text in later)
+
+
+def fail(path):
+    with drumline.load(path, on_failure="replan"):
+        raise RuntimeError("of the script")
+
+
+def test_an_error_of_the_script_is_told_before_the_end_of_the_other_ranks(checkpoints):
+    """They waited for rank 0 to end, which waited for them, and were then blamed."""
+    with pytest.raises(launcher.LaunchError) as error:
+        launcher.launch(fail, 3, args=(str(checkpoints.llama()[1]),))
+    assert (error.value.failures[0].rank, error.value.failures[0].type) == (0, "RuntimeError")
 
 
 @pytest.mark.parametrize(
