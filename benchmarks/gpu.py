@@ -414,6 +414,9 @@ def main() -> int:
             table = TABLES[name]()
             table.show()
             print(f"written to {table.save()}")
+            if any("NO" in row for row in table.rows):
+                failed = 1
+                print(f"{name}: something does not hold", file=sys.stderr)
         except Exception as error:  # the other tables are worth having
             failed = 1
             print(f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr)

@@ -76,6 +76,9 @@ class ModelTimings:
     suspended_s: float = 3.0
     """A rank that is suspended for so long is killed, and all are started again. Must exceed the
     time in which the other ranks notice it, and say so."""
+    node_return_s: float = 20.0
+    """For a node that was lost, before ranks are started without it. Must exceed ranks_end_s, and
+    the time in which its command starts again."""
     ranks_end_s: float = 5.0
     """For all ranks to end once one has, or the server has; then they are killed. Must exceed
     drain_s, and master_end_s must not count on more."""

@@ -17,6 +17,7 @@ from launcher.errors import (
     LaunchTimeout,
     TargetError,
 )
+from launcher.job import Job, Target
 from launcher.launch_info import LaunchInfo, LaunchInfoError
 from launcher.launch_job import launch
 from launcher.ports import listen
@@ -30,6 +31,8 @@ from launcher.trace.live_calls import LiveCalls
 from launcher.trace.recorder import Recorder, recorder
 
 if TYPE_CHECKING:
+    from launcher.external.node_rendezvous import NodeFollower as NodeFollower
+    from launcher.external.node_rendezvous import NodeLeader as NodeLeader
     from launcher.launch_handle import Launch as Launch
     from launcher.launch_handle import start as start
     from launcher.trace import merge_traces as merge_traces
@@ -38,6 +41,7 @@ __all__ = [
     "CauseOrder",
     "EngineRequest",
     "Failure",
+    "Job",
     "Launch",
     "LaunchError",
     "LaunchInfo",
@@ -45,7 +49,10 @@ __all__ = [
     "LaunchInterrupted",
     "LaunchTimeout",
     "LiveCalls",
+    "NodeFollower",
+    "NodeLeader",
     "Recorder",
+    "Target",
     "TargetError",
     "current",
     "engine_request",
@@ -69,6 +76,8 @@ def __getattr__(name: str) -> Any:
     """Import only when asked for what takes longer than all the rest."""
     if name == "merge_traces":
         return importlib.import_module("launcher.trace.merge_traces")
+    if name in ("NodeFollower", "NodeLeader"):
+        return getattr(importlib.import_module("launcher.external.node_rendezvous"), name)
     if name in ("Launch", "start"):
         from launcher import launch_handle
 

@@ -14,21 +14,21 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
-from launcher import launch_job, target
+from launcher import target
 from launcher.errors import Failure, LaunchError
 from launcher.job import Job
+from launcher.local.launch_local import launch_local
 from launcher.local.launch_watch import LaunchWatch
-
-LAUNCHER = "multiprocessing"
 
 
 class Launch:
     """A launch in progress, which start() returns. Its methods may be called from any thread.
 
-    Leaving a `with` of it stops what still runs. Its ranks end with the program in any case.
+    Leaving a `with` of it stops what still runs. Its ranks end with the program in any case. Of a
+    job of several nodes, it is the part of this one: see launcher/external/node_rendezvous.py.
     """
 
-    def __init__(self, job: Job, on_failure: Callable[[Failure], object] | None) -> None:
+    def __init__(self, job: Job, on_failure: Callable[[Failure], object] | None = None) -> None:
         self._watch = LaunchWatch(on_failure)
         self._results: Future[list[Any]] = Future()
         self._results.set_running_or_notify_cancel()  # a task that stops awaiting cannot cancel it
@@ -40,7 +40,7 @@ class Launch:
 
     def _run(self, job: Job) -> None:
         try:
-            results = launch_job.start(job, LAUNCHER, watch=self._watch)
+            results = launch_local(job, watch=self._watch)
         except BaseException as error:
             self._results.set_exception(error)
         else:
@@ -126,6 +126,5 @@ def start(
         preload=tuple(preload) if isinstance(preload, list) else preload,  # type: ignore[arg-type]
         share_devices=share_devices,
     )
-    launch_job.check(job, LAUNCHER)
     target.check(job.target)
     return Launch(job, on_failure)

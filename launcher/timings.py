@@ -54,6 +54,8 @@ class Timings:
     node_connect_s: float = 1.25
     # Longer than an attempt to connect costs.
     node_retry_s: float = 0.2
+    # Longer than a node that has heard of the end takes to end its ranks and say so.
+    node_end_s: float = 10.0
     # Longer than the backend launcher takes to end its ranks when asked.
     backend_grace_s: float = 5.0
     # Longer than backend_grace_s and unkillable_s together: the reaper works within it.

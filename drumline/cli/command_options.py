@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import importlib
 import math
@@ -115,28 +116,61 @@ def _serve(options: argparse.Namespace) -> None:
     memory = _check_model(options)
     endpoint = (options.host, options.port, options.api_key_file)
     limits = (options.max_length, options.max_running, options.max_waiting)
+    names = ("served_model_name", "chat_template", "log_requests")
+    settings = {name: getattr(options, name) for name in names}
+    map_options = {name: getattr(options, name) for name in ("dtype", "device_map", "tp")}
+    load_settings = _load_settings(options)
+    job = _job_of_front(options)
+    if job is not None and memory:
+        memory = memory[job.node_rank * job.nprocs :][: job.nprocs]
     arguments = (options.model, *endpoint, memory, *limits)
-    names = ("dtype", "device_map", "tp", "served_model_name", "chat_template", "log_requests")
-    settings = _load_settings(options) | {name: getattr(options, name) for name in names}
+    settings |= map_options | load_settings
     with _sigterm_ends_well():
-        if options.restarts:
-            restarted = (_checked_restarts(options), options.ranks, *arguments)
+        if job is not None and job.node_rank:
+            sizes = (None, options.max_running)
+            work = ("", options.model, memory, *sizes, map_options, load_settings)
+            followed = (dataclasses.replace(job, args=work),)
+            call_by_name("drumline.serving.front.rank_launch", "follow_front", followed, {})
+        elif job is not None:
             front = "drumline.serving.front.front_server"
+            restarted = (options.restarts, job, *arguments)
             call_by_name(front, "serve_with_restarts", restarted, settings)
         else:
             _on_ranks("drumline.serving.http_server", "serve", options.ranks, arguments, settings)
 
 
-def _checked_restarts(options: argparse.Namespace) -> int:
+def _job_of_front(options: argparse.Namespace) -> launcher.Job | None:
+    """The ranks of this node behind a front; None if the front is rank 0 itself."""
     from drumline.errors import DrumlineError
 
+    if not (options.restarts or options.nnodes > 1 or options.node_rank):
+        return None
     if launcher.current().world_size > 1:
         raise DrumlineError(
-            f"--restarts {options.restarts} is for ranks that `drumline serve -n N` starts itself, "
-            "and another launcher has started these; leave it out, and have that launcher start "
+            "--restarts and --nnodes are for ranks that `drumline serve -n N` starts itself, and "
+            "another launcher has started these; leave them out, and have that launcher start "
             "them again (`drumline run --max-restarts`), or give -n N without that launcher."
         )
-    return int(options.restarts)
+    if options.nnodes > 1 and options.master_addr is None:
+        raise DrumlineError(
+            f"--nnodes {options.nnodes} needs --master-addr ADDRESS, of the first node, in the "
+            "command of each; but for --node-rank, these are the same."
+        )
+    worker = "drumline.serving.front.rank_worker"
+    place = {} if options.master_addr is None else {"master_addr": options.master_addr}
+    try:
+        return launcher.Job(
+            launcher.Target("function", f"{worker}:serve_front"),
+            nprocs=options.ranks,
+            nnodes=options.nnodes,
+            node_rank=options.node_rank,
+            master_port=options.master_port,
+            launch_id="drumline serve",
+            preload=(worker,),
+            **place,
+        )
+    except ValueError as error:
+        raise DrumlineError(f"{error}.") from error
 
 
 @contextlib.contextmanager
@@ -184,10 +218,12 @@ def _check_model(options: argparse.Namespace) -> list[str] | None:
     from drumline.checkpoint.json_files import check_has_config
 
     world_size = launcher.current().world_size
+    nnodes, node_rank = getattr(options, "nnodes", 1), getattr(options, "node_rank", 0)
     is_gguf = options.gguf_file or Path(options.model).suffix == ".gguf"
-    if world_size == 1 < options.ranks and not is_gguf:  # or the files may be on another machine
+    starts_ranks = world_size == 1 < options.ranks * nnodes
+    if starts_ranks and node_rank == 0 and not is_gguf:  # or the files may be on another machine
         check_has_config(Path(options.model), options.adapter)
-    return _memory_per_rank(options, max(world_size, options.ranks))
+    return _memory_per_rank(options, max(world_size, options.ranks * nnodes))
 
 
 def _memory_per_rank(options: argparse.Namespace, num_ranks: int) -> list[str] | None:
@@ -337,6 +373,16 @@ _SERVE_OPTIONS = (
         "tokens of prompt and completion; default: the model's, at most 4096",
         type=at_least(2),
         metavar="TOKENS",
+    ),
+    _count("--nnodes", "number of nodes, each with this command", 1),
+    _count("--node-rank", "the index of this node", 0, low=0),
+    _option("--master-addr", "address of the first node; needed with --nnodes", metavar="ADDRESS"),
+    _option(
+        "--master-port",
+        "port of the first node for the others; default: the same one always",
+        type=_PORT,
+        default=0,
+        metavar="PORT",
     ),
     _count("--restarts", "times that ranks are started again after one died", 0, low=0),
     _count("--max-running", "sequences generated at the same time", 16),

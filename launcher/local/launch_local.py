@@ -33,7 +33,7 @@ def launch_local(
     _check_open_files(job)
     linux.open_missing_streams()
     cpu_sets = cpu_affinity.assign_cpus(job.nprocs) if job.bind else []
-    output = Output(job.log_dir, job.nprocs)
+    output = Output(job.log_dir, job.nprocs, job.node_rank * job.nprocs)
     for rank, cpu_set in enumerate(cpu_sets):
         output.notice(f"rank {rank}: {cpu_set}")
     plan, pipes = _prepare(job, cpu_sets, owns_process)
@@ -68,16 +68,18 @@ def _prepare(
     job: Job, cpu_sets: list[CpuSet], owns_process: bool
 ) -> tuple[ForkPlan, LauncherPipes]:
     """The ports of the launch, its secret and all pipes: made before the first rank."""
-    listener = ports.listen(job.launch_id, job.master_addr, job.master_port)
-    port = listener.getsockname()[1]
-    holder = ports.reserve(ports.torch_candidates(job.launch_id, port))
-    master_fd, secret_fd = listener.detach(), launch_secret.create()
-    extras = {"secret_fd": str(secret_fd)}
-    infos = infos_for_node(job, port, extras, {**extras, "master_fd": str(master_fd)})
+    port, shared = _meeting_point(job)
+    torch_ports = ports.torch_candidates(job.launch_id, port)
+    is_first_of_many = job.nnodes > 1 and job.node_rank == 0  # all must name the same port
+    holder = ports.reserve(torch_ports[:1] if is_first_of_many else torch_ports)
+    torch_port = holder.getsockname()[1] if job.nnodes == 1 else torch_ports[0]
+    first_extras = {name: str(fd) for name, fd in shared.items()}
+    extras = {name: text for name, text in first_extras.items() if name != "master_fd"}
+    infos = infos_for_node(job, port, extras, first_extras)
     pipes = [(os.pipe(), os.pipe(), os.pipe()) for _ in infos]
     cores = [cpu_set.cpus for cpu_set in cpu_sets] or [()] * job.nprocs
     setups = [
-        RankSetup(info, out[1], err[1], report[1], holder.getsockname()[1], cpus)
+        RankSetup(info, out[1], err[1], report[1], torch_port, cpus)
         for info, (out, err, report), cpus in zip(infos, pipes, cores, strict=True)
     ]
     commands, reports = os.pipe(), os.pipe()
@@ -89,11 +91,25 @@ def _prepare(
         reports[1],
         owns_process,
         auto_preload.choose(job),
-        shared=(master_fd, secret_fd),
+        shared=tuple(shared.values()),
         environment=omp_environment(job, cpu_sets),
     )
     reading = [(out[0], err[0], report[0]) for out, err, report in pipes]
     return plan, LauncherPipes(commands[1], reports[0], reading, holder)
+
+
+def _meeting_point(job: Job) -> tuple[int, dict[str, int]]:
+    """The Coordinator's port, and the descriptors of the launch by their names in extras.
+
+    Of several nodes each has this function, so that only the user can give all the same secret, and
+    rank 0 listens itself at the port that they have agreed on.
+    """
+    if job.nnodes > 1:
+        secret_fd = launch_secret.take(os.environ)
+        return job.master_port, {} if secret_fd is None else {"secret_fd": os.dup(secret_fd)}
+    listener = ports.listen(job.launch_id, job.master_addr, job.master_port)
+    port = listener.getsockname()[1]
+    return port, {"master_fd": listener.detach(), "secret_fd": launch_secret.create()}
 
 
 def omp_environment(job: Job, cpu_sets: list[CpuSet]) -> dict[str, str]:

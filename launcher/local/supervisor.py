@@ -205,7 +205,7 @@ class Supervisor:
         if "error" in record:
             self._set_end_reason(outcome.failed_start(record["error"]))
             return
-        rank = self.ranks[record["rank"]]
+        rank = self.ranks[record["rank"] - self.ranks[0].info.rank]
         if "pid" in record:
             rank.pid = record["pid"]
         elif "suspended" in record:

@@ -7,7 +7,9 @@ import tarfile
 from unittest.mock import ANY
 
 import pytest
+import torch
 
+from benchmarks import gpu, table
 from tests.gpu import steps
 from tests.gpu.steps import PARTS, ROOT, Results, Step, run_step, run_steps
 
@@ -99,3 +101,14 @@ def test_the_same_command_goes_on_with_what_has_not_ended(results, monkeypatch, 
         "build",
         "late",
     ]
+
+
+def test_a_table_in_which_something_does_not_hold_fails_its_step(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(gpu, "GPU", torch.device("cpu"))
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    for verdict, code in {"yes": 0, "NO": 1}.items():
+        made = table.Table("gpu-made-up", ("what", "holds"), rows=[("a sum", verdict)])
+        monkeypatch.setattr(gpu, "TABLES", {"made-up": lambda made=made: made})
+        monkeypatch.setattr(sys, "argv", ["gpu"])
+        assert gpu.main() == code
+    assert "made-up: something does not hold" in capsys.readouterr().err

@@ -93,6 +93,14 @@ def tensor_parallel(coor: Coordinator, folder: str) -> list[Any]:
         return [decode.whole_tokens(GPU), greedy(model)]
 
 
+def tp_stages(coor: Coordinator, folder: str) -> list[Any]:
+    """Two stages of two ranks, whose leaders broadcast hidden states from device to device."""
+    save(coor, folder)
+    room = {(rank, str(GPU)): ROOM_BYTES for rank in range(coor.world_size)}
+    options = {"tp": 2, "device": str(GPU), "device_map": "auto", "max_memory": room}
+    return [decode.whole_tokens(GPU), on_master(coor, folder, greedy, **options)]
+
+
 def offloaded(coor: Coordinator, folder: str, place: str) -> list[Any]:
     """A layer whose weights wait in the CPU's memory, or on disk, and come to the GPU to run."""
     save(coor, folder)

@@ -51,6 +51,11 @@ def test_the_example_of_an_engine_decodes_by_cuda_graphs(tmp_path):
         assert tokens == whole and num_graphs == 1
 
 
+def test_stages_of_several_ranks_say_the_same_tokens(tmp_path):
+    (whole, tokens), *_ = run("model_ranks.tp_stages", 4, str(tmp_path))
+    assert tokens == whole
+
+
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_weights_come_from_elsewhere_to_the_gpu_when_they_run(tmp_path, place):
     ((whole, tokens),) = run("model_ranks.offloaded", 1, str(tmp_path), place)

@@ -461,8 +461,8 @@ class Nccl(PluginCommunicator):
         """A tensor in memory that NCCL's collectives use without a copy. Collective.
 
         Memory of ncclMemAlloc, registered as a symmetric window where the library has them. Once
-        its last view is gone, the next empty() or close() waits for the GPU and frees it. A graph
-        does not keep it alive.
+        its last view is gone, the next empty() or close() waits for the GPU and frees it; after
+        close() the last view itself does. A graph does not keep it alive.
         Raises CommunicatorError on every rank if one has no free memory.
         """
         self._check_outside_capture("empty")

@@ -1,18 +1,20 @@
 """The HTTP server of `drumline serve --restarts N`, in the process that starts the ranks.
 
-serve_with_restarts(3, 2, "checkpoint", port=8000)
+serve_with_restarts(3, job, "checkpoint", port=8000)
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import launcher
 from coordinator import Peer
 from drumline.core.device_map import DeviceMap
+from drumline.errors import DrumlineError
 from drumline.serving import http_server
-from drumline.serving.front.rank_worker import serve_front
 from drumline.serving.front.remote_scheduler import Message, RemoteScheduler
 from drumline.serving.front.restarting_ranks import RestartingRanks
 from drumline.serving.scheduler import ServingLimits
@@ -20,7 +22,7 @@ from drumline.serving.scheduler import ServingLimits
 
 def serve_with_restarts(
     restarts: int,
-    num_ranks: int,
+    job: launcher.Job,
     model_path: str,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -38,10 +40,11 @@ def serve_with_restarts(
     log_requests: bool = False,
     **options: Any,
 ) -> None:
-    """Answer requests here by ranks on this machine, which are started again when one fails.
+    """Answer requests here by the ranks of all nodes, which are started again if one fails.
 
     Each open request then goes on behind the tokens that it has. Returns when stopped. restarts: at
-    most so many. The others as in http_server.serve().
+    most so many. job: of ranks that run serve_front(), without its arguments, on this node, the
+    first. memory: of these ranks. The others as in http_server.serve().
 
     Raises LaunchError if the ranks cannot load the model, and PeerLost when one is lost after the
     last restart, once every open request was answered with that error.
@@ -63,8 +66,14 @@ def serve_with_restarts(
 
     map_options = {"dtype": dtype, "device_map": device_map, "tp": tp}
     sizes = (endpoint.max_length, max_running)
-    arguments = (model_path, memory, *sizes, map_options, options)
-    ranks = RestartingRanks(scheduler, serve_front, arguments, num_ranks, restarts, on_ready)
-    with endpoint.listener, contextlib.closing(ranks):
+    job = replace(job, args=(model_path, memory, *sizes, map_options, options))
+    with endpoint.listener, _restarting(scheduler, job, restarts, on_ready) as ranks:
         ranks.wait_until_ready()
         http_server.serve_requests(service, endpoint, log_requests)
+
+
+def _restarting(*arguments: Any) -> contextlib.closing[RestartingRanks]:
+    try:
+        return contextlib.closing(RestartingRanks(*arguments))
+    except OSError as error:  # other nodes could not connect
+        raise DrumlineError(f"rank 0: {error.strerror}") from error

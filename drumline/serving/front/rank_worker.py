@@ -30,29 +30,32 @@ def serve_front(
     address: str,
     model_path: str,
     memory: list[str] | None,
-    max_length: int,
+    max_length: int | None,
     max_running: int,
     map_options: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
     """Load the model over all ranks, and generate what the front asks for until it leaves.
 
-    Collective. address: of the front's abstract socket (unix(7)) on this host. map_options:
-    dtype, device_map and tp. The others as in http_server.serve().
+    Collective. address: of the front's abstract socket (unix(7)) on rank 0's host. memory: of the
+    ranks of this host. max_length: rank 0's counts. map_options: dtype, device_map and tp. The
+    others as in http_server.serve().
 
     Raises PeerLost when a rank is lost.
     """
     # The front decides when the ranks end, so that they do not obey the signal themselves.
     with http_server.handling_signals(signal.SIG_IGN), Coordinator() as coor:
         connection = run_on_all_ranks(coor, lambda: _connected(address, coor))
+        length = coor.broadcast_object(max_length)
+        sizes = coor.allgather_object(memory and memory[coor.local_rank])
         with (
             connection or contextlib.nullcontext(),
             load(
                 model_path,
                 coor=coor,
-                max_memory=memory and memory[: coor.world_size],
+                max_memory=sizes if memory else None,
                 batch=max_running,
-                length=max_length,
+                length=length,
                 disable_mmap=True,
                 **map_options,
                 **options,
@@ -60,7 +63,7 @@ def serve_front(
         ):
             assert connection is not None  # the other ranks never leave load()
             # It is the front that limits how many wait.
-            limits = http_server.limits_for(model, max_length, max_running, sys.maxsize)
+            limits = http_server.limits_for(model, length, max_running, sys.maxsize)
             read_tokenizer = functools.partial(read_model_tokenizer, model_path, **options)
             RankWorker(connection, coor, model, limits, read_tokenizer).run()
 

@@ -1,6 +1,6 @@
 """Ranks that are started again when one of them dies or is suspended; fewer if some do not come up.
 
-ranks = RestartingRanks(scheduler, serve_front, arguments, num_ranks=2, restarts=3, on_ready=print)
+ranks = RestartingRanks(scheduler, job, restarts=3, on_ready=print)
 ranks.wait_until_ready()
 ranks.close()
 """
@@ -15,15 +15,15 @@ import secrets
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import replace
 
 import launcher
 from drumline import timings
-from drumline.errors import DrumlineError, PeerLost, PlanError
+from drumline.errors import PeerLost, PlanError
 from drumline.serving.front.json_lines import hang_up, messages, to_line
+from drumline.serving.front.rank_launch import end_of, first_line, watch
 from drumline.serving.front.remote_scheduler import Message, RemoteScheduler
 
 log = logging.getLogger("drumline")
@@ -35,24 +35,28 @@ UCRED = struct.Struct("3i")  # pid, uid and gid: SO_PEERCRED of unix(7)
 class RestartingRanks:
     """Starts ranks from a thread, connects each new rank 0 to the scheduler, and ends them.
 
-    When ranks do not come up again, fewer are started: where a GPU is gone, the rest may hold the
-    model. If a plan says that they do not, that is the end.
+    When ranks do not come up again, fewer are started: where a GPU or a host is gone, the rest may
+    hold the model. If a plan says that they do not, that is the end.
 
-    work: what ranks run, as serve_front(), and its arguments without the address. restarts: at
-    most so often. on_ready(info): called with the first message of each rank 0.
+    job: what the ranks of this node run, as serve_front(), and its arguments without the address.
+    Of several nodes it is the first, and the others run follow_front(). restarts: at most so often.
+    on_ready(info): called with the first message of each rank 0.
     """
 
     def __init__(
         self,
         scheduler: RemoteScheduler,
-        work: Callable[..., None],
-        arguments: tuple[Any, ...],
-        num_ranks: int,
+        job: launcher.Job,
         restarts: int,
         on_ready: Callable[[Message], None],
     ) -> None:
-        self._scheduler, self._work, self._arguments = scheduler, work, arguments
-        self._num_ranks, self._restarts, self._on_ready = num_ranks, restarts, on_ready
+        self._leader = launcher.NodeLeader(job, job.master_port, stays=True)
+        self._scheduler, self._job = scheduler, job
+        self._num_ranks, self._restarts, self._on_ready = (
+            job.nnodes * job.nprocs,
+            restarts,
+            on_ready,
+        )
         self._failed_starts, self._is_up = 0, False
         self._is_closed = threading.Event()
         self._was_ready: Future[None] = Future()
@@ -69,32 +73,51 @@ class RestartingRanks:
         self._thread.join()
 
     def _run(self) -> None:
-        num_ranks = self._num_ranks
+        with contextlib.closing(self._leader):
+            error = self._serve()
+            if error is not None and self._was_ready.done():
+                self._scheduler.fail(PeerLost(str(error)))
+            self._leader.end("" if error is None else f"the server has ended: {first_line(error)}")
+        if error is not None and not self._was_ready.done():
+            self._was_ready.set_exception(error)
+
+    def _serve(self) -> Exception | None:
+        """Start ranks until the server is closed; or why no more are started."""
+        nodes, most, cause = list(range(self._job.nnodes)), self._num_ranks, ""
         for count in range(self._restarts + 1):
-            self._scheduler.num_missing_ranks = self._num_ranks - num_ranks
+            self._scheduler.num_restarts = count
+            num_ranks = most
             try:
-                error = self._serve_once(num_ranks)
+                nodes = self._gather(nodes)[: max(1, most // self._job.nprocs)]
+                if self._is_closed.is_set():
+                    return None
+                num_ranks = min(most, len(nodes) * self._job.nprocs)
+                self._scheduler.num_missing_ranks = self._num_ranks - num_ranks
+                if count:
+                    ranks = f"{num_ranks} of {self._num_ranks} ranks"
+                    log.warning(
+                        "restart %d of %d, %s, after %s", count, self._restarts, ranks, cause
+                    )
+                error = self._serve_once(nodes, num_ranks)
             except Exception as problem:  # such as no descriptors left to start with
                 error = problem
             if self._is_closed.is_set():
-                return
+                return None
             if not self._was_ready.done():
-                return self._was_ready.set_exception(error)
-            cause = str(error).split("\n")[0]
+                return error
+            cause = first_line(error)
             if num_ranks < self._num_ranks and _is_too_small(error):
-                return self._scheduler.fail(self._too_few(num_ranks, cause))
-            num_ranks = self._next_num_ranks(num_ranks)
-            if count < self._restarts:
-                self._scheduler.num_restarts += 1
-                ranks = f"{num_ranks} of {self._num_ranks} ranks"
-                log.warning(
-                    "restart %d of %d, %s, after %s", count + 1, self._restarts, ranks, cause
-                )
-        text = (
+                return self._too_few(num_ranks, cause)
+            most = self._next_num_ranks(num_ranks)
+        return PeerLost(
             f"{cause}, and no restart is left of --restarts {self._restarts}; start the server "
             "again, and allow more if the reason is gone."
         )
-        self._scheduler.fail(PeerLost(text))
+
+    def _gather(self, nodes: list[int]) -> list[int]:
+        """All nodes that are here, once these are, or were waited for."""
+        limit_s = timings.TIMINGS.node_return_s if self._was_ready.done() else None
+        return self._leader.gather(nodes, limit_s, self._is_closed.is_set)
 
     def _next_num_ranks(self, num_ranks: int) -> int:
         """All, unless so many have failed to come up STARTS times in a row; then one less."""
@@ -107,29 +130,33 @@ class RestartingRanks:
 
     def _too_few(self, num_ranks: int, cause: str) -> PeerLost:
         return PeerLost(
-            f"{num_ranks + 1} ranks did not come up again, and {num_ranks} of {self._num_ranks} "
-            f"cannot hold the model: {cause} Start the server again once the reason is gone, or "
-            "with a smaller --max-length or --max-running."
+            f"{self._num_ranks - num_ranks} ranks did not come up again, and {num_ranks} of "
+            f"{self._num_ranks} cannot hold the model: {cause} Start the server again once the "
+            "reason is gone, or with a smaller --max-length or --max-running."
         )
 
-    def _serve_once(self, num_ranks: int) -> Exception:
+    def _serve_once(self, nodes: list[int], num_ranks: int) -> Exception:
         """Start ranks and pass messages on until they have ended; why they have."""
         self._is_up = False
         address = f"drumline-{secrets.token_hex(16)}"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f"\0{address}")
             listener.listen()
-            arguments, preload = (address, *self._arguments), [self._work.__module__]
+            job = replace(self._leader.begin(nodes), args=(address, *self._job.args))
             with (
-                launcher.start(self._work, num_ranks, args=arguments, preload=preload) as launch,
+                launcher.Launch(replace(job, nprocs=min(num_ranks, job.nprocs))) as launch,
                 contextlib.closing(RankConnection(listener)) as connection,
             ):
                 reader = threading.Thread(target=self._read, args=(connection,))
                 reader.start()
-                why_kill = self._watch(launch, reader)
+                why_kill = watch(launch, lambda: self._is_over(reader))
+                if self._is_closed.is_set() and self._scheduler.is_restarting:
+                    why_kill = "the server ended while they loaded"
                 connection.close()
+                if not self._is_closed.is_set():
+                    self._leader.stop()
                 reader.join()
-                return _ended(launch, why_kill)
+                return end_of(launch, why_kill)
 
     def _read(self, connection: RankConnection) -> None:
         try:
@@ -145,46 +172,17 @@ class RestartingRanks:
         finally:
             self._scheduler.suspend()
 
-    def _watch(self, launch: launcher.Launch, reader: threading.Thread) -> str:
-        """Wait until the ranks end or have to; why they must be killed, or nothing."""
-        well_at = time.monotonic()
-        while not self._is_closed.wait(timings.TIMINGS.failure_poll_s):
-            if launch.poll() is not None or not reader.is_alive():
-                return ""
-            suspended = [rank for rank, pid in enumerate(launch.pids) if _is_suspended(pid)]
-            if not suspended:
-                well_at = time.monotonic()
-            elif time.monotonic() - well_at > timings.TIMINGS.suspended_s:
-                return f"rank {suspended[0]} (pid {launch.pids[suspended[0]]}) was suspended"
-        return "the server ended while they loaded" if self._scheduler.is_restarting else ""
+    def _is_over(self, reader: threading.Thread) -> bool:
+        """True once ranks have to end; after a moment."""
+        self._leader.step(0)
+        is_lost = not reader.is_alive() or self._leader.has_lost_a_node()
+        return is_lost or self._is_closed.wait(timings.TIMINGS.failure_poll_s)
 
 
 def _is_too_small(error: Exception) -> bool:
     """True if the ranks have planned, and the model does not fit."""
     failures = error.failures if isinstance(error, launcher.LaunchError) else ()
     return bool(failures) and failures[0].type == PlanError.__name__
-
-
-def _is_suspended(pid: int) -> bool:
-    stat = launcher.linux.process_stat(pid) if pid else None
-    return stat is not None and stat.is_stopped
-
-
-def _ended(launch: launcher.Launch, why_kill: str) -> Exception:
-    """Why the ranks have ended, once they have; those that do not in time are killed."""
-    try:
-        if not why_kill:
-            launch.wait(timings.TIMINGS.ranks_end_s)
-            return DrumlineError("the ranks ended without an error")
-    except launcher.LaunchError as error:
-        return error
-    except TimeoutError:
-        why_kill = "one rank ended and another did not"
-    launch.stop()
-    launch.stop()  # at once
-    with contextlib.suppress(launcher.LaunchError):
-        launch.wait()
-    return DrumlineError(why_kill)
 
 
 class RankConnection:

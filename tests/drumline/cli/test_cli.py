@@ -310,7 +310,8 @@ OPTIONS = {
     "bench": f"{MODEL} -n --ranks --memory --batch --prompt-tokens --new-tokens",
     "serve": f"{MODEL} -n --ranks --memory --host --port --api-key-file --dtype --device-map --tp"
     " --tensor-parallel-size --served-model-name --chat-template --log-requests"
-    " --enable-log-requests --max-length --max-model-len --restarts --max-running --max-waiting",
+    " --enable-log-requests --max-length --max-model-len --nnodes --node-rank"
+    " --master-addr --master-port --restarts --max-running --max-waiting",
     "top": "",
     "auto": "-n --ranks",
 }

@@ -1,21 +1,28 @@
 """Ranks that die or are suspended, and start again; their model is a counter."""
 
 import os
+import queue
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor as ThreadPool
 from contextlib import closing
 
 import pytest
 
 import launcher
 from drumline import timings
+from drumline.serving.front.rank_launch import follow_front
 from drumline.serving.front.remote_scheduler import RemoteScheduler
 from drumline.serving.front.restarting_ranks import RankConnection, RestartingRanks
 from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import Generation, ServerBusy, ServingLimits
 from drumline.timings import ModelTimings
+from launcher import ports as launcher_ports
 from tests.programs.counting_rank import count, count_on_devices
 
 LIMITS = ServingLimits(max_length=100, max_running=1, max_waiting=2)
@@ -31,6 +38,12 @@ def sequence(max_tokens):
 
     params = SamplingParams(max_tokens=max_tokens)
     return Generation([5], params, lambda _: posted.release() or True, on_end), posted, reasons
+
+
+def job(work, *arguments, **fields):
+    """Two ranks that call work with the arguments, behind the front's address."""
+    target = launcher.Target("function", f"{work.__module__}:{work.__qualname__}")
+    return launcher.Job(target, arguments, **fields)
 
 
 def wait_for(posted, number):
@@ -57,7 +70,7 @@ def serve(monkeypatch):
     def run(scheduler, restarts):
         starts = []
         ranks = RestartingRanks(
-            scheduler, count, (2,), 2, restarts, lambda info: starts.append(pids_of(info["pid"]))
+            scheduler, job(count, 2), restarts, lambda info: starts.append(pids_of(info["pid"]))
         )
         return ranks, starts
 
@@ -95,8 +108,8 @@ def test_fewer_ranks_go_on_where_not_all_come_up_until_they_are_too_few(tmp_path
         pids.append(info["pid"])
         is_ready.release()
 
-    arguments = (2, str(tmp_path / "devices"))
-    ranks = RestartingRanks(scheduler, count_on_devices, arguments, 2, 9, on_ready)
+    work = job(count_on_devices, 2, str(tmp_path / "devices"))
+    ranks = RestartingRanks(scheduler, work, 9, on_ready)
     with closing(ranks):
         for devices, num_missing, num_restarts in (("1 1", 1, 3), ("2 1", 0, 4), ("1 2", 1, 7)):
             wait_for(is_ready, 1)
@@ -107,6 +120,55 @@ def test_fewer_ranks_go_on_where_not_all_come_up_until_they_are_too_few(tmp_path
             assert scheduler.num_restarts == num_restarts
             is_ready.release()
     assert len(pids) == 3 and "1 of 2 cannot hold the model: rank 0" in str(losses[0])
+
+
+@pytest.fixture
+def kept_port():
+    """Of a socket that keeps it from other tests, and does not listen."""
+    with launcher_ports.reserve(launcher_ports.candidates(uuid.uuid4().hex)) as holder:
+        yield holder
+
+
+FOLLOW = """
+import sys
+import launcher
+from drumline.serving.front.rank_launch import follow_front
+work = launcher.Target("function", "tests.programs.counting_rank:count")
+place = {"nnodes": 2, "node_rank": 1, "launch_id": "test", "master_port": int(sys.argv[1])}
+follow_front(launcher.Job(work, ("", 2), 1, **place))
+"""
+
+
+def test_a_node_that_is_gone_is_done_without_and_comes_in_with_a_restart(
+    monkeypatch, capfd, kept_port
+):
+    quick = ModelTimings(node_return_s=0.5, ranks_end_s=0.5)
+    monkeypatch.setattr(timings, "TIMINGS", quick)
+    scheduler, infos = RemoteScheduler(LIMITS, print), queue.SimpleQueue()
+    place = {"nprocs": 1, "nnodes": 2, "master_port": kept_port.getsockname()[1]}
+    place["launch_id"] = "test"
+    ranks = RestartingRanks(scheduler, job(count, 2, **place), 9, infos.put)
+    command = [sys.executable, "-c", FOLLOW, str(place["master_port"])]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with ThreadPool(1) as pool, subprocess.Popen(command, env=environ) as other, closing(ranks):
+        infos.get(timeout=60)
+        item, posted, _ = sequence(90)
+        scheduler.submit([item])
+        wait_for(posted, 2)
+        assert scheduler.num_missing_ranks == 0
+        other.kill()
+        rank_0 = infos.get(timeout=60)["pid"]
+        wait_for(posted, 2)
+        assert scheduler.num_missing_ranks == 1
+        follower = pool.submit(follow_front, job(count, "", 2, node_rank=1, **place))
+        while "is in the next restart" not in capfd.readouterr().err:
+            time.sleep(0.05)
+        os.kill(rank_0, signal.SIGKILL)
+        infos.get(timeout=60)
+        wait_for(posted, 2)
+        assert scheduler.num_missing_ranks == 0 and item.new_tokens == [0, 1, 2, 3, 4, 5]
+        ranks.close()
+        assert follower.result(60) is None
 
 
 def test_what_comes_while_ranks_start_waits_for_them_and_the_queue_keeps_its_length(serve):
@@ -129,7 +191,7 @@ def test_what_comes_while_ranks_start_waits_for_them_and_the_queue_keeps_its_len
 
 
 def test_ranks_that_never_were_ready_are_not_started_again(serve):
-    ranks = RestartingRanks(RemoteScheduler(LIMITS, print), count, ("two", 2), 1, 3, print)
+    ranks = RestartingRanks(RemoteScheduler(LIMITS, print), job(count, "two", 2), 3, print)
     with closing(ranks), pytest.raises(launcher.LaunchError, match="TypeError"):
         ranks.wait_until_ready()
 

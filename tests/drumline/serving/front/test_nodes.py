@@ -1,0 +1,176 @@
+"""A server over two hosts, of which ranks, commands and links are lost, as its clients see it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import launcher
+
+ROOT = Path(__file__).parents[4]
+LIMIT_S = 400  # for whatever must happen at all
+REQUESTS = [
+    {
+        "model": "llama",
+        "prompt": "5 6 7",
+        "max_tokens": 150,
+        "ignore_eos": True,
+        "stream": True,
+        **sampling,
+    }
+    for sampling in ({"temperature": 0}, {"temperature": 1.2, "seed": 5})
+]
+
+
+class Cluster:
+    """`drumline serve` on two hosts, and clients on the first."""
+
+    def __init__(self, hosts, path, log, *options):
+        self.hosts, self.nodes, self.log = hosts, {}, log
+        self.options = ["--model", str(path), "-n", "1", "--max-length", "200", *options]
+        self.options += ["--port", "0", "--nnodes", "2", "--master-addr", hosts.addresses[0]]
+
+    def start(self, node):
+        command = [sys.executable, "-m", "drumline", "serve", *self.options, "--node-rank"]
+        self.nodes[node] = subprocess.Popen(
+            self.hosts.command(node, [*command, str(node)]),
+            stdout=subprocess.PIPE,
+            stderr=self.log.open("a"),
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+
+    def await_address(self):
+        self.url = re.search(r"http://[\d.:]+", self.nodes[0].stdout.readline())[0]
+
+    def await_line(self, text):
+        """Wait until a command has written the text to standard error."""
+        deadline = time.monotonic() + LIMIT_S
+        while text not in self.log.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    def curl(self, path, body=None):
+        data = [] if body is None else ["--data", json.dumps(body)]
+        command = ["curl", "--silent", "--no-buffer", "--max-time", f"{LIMIT_S}", *data]
+        out = subprocess.run(
+            self.hosts.command(0, [*command, self.url + path]), stdout=subprocess.PIPE, check=True
+        )
+        return out.stdout.decode()
+
+    def complete(self, body):
+        lines = [line for line in self.curl("/v1/completions", body).splitlines() if line]
+        assert lines.pop() == "data: [DONE]"
+        parsed = [json.loads(line.removeprefix("data: ")) for line in lines]
+        return "".join(message["choices"][0]["text"] for message in parsed)
+
+    def metric(self, name):
+        return int(float(re.search(rf"^drumline_{name} (.*)$", self.curl("/metrics"), re.M)[1]))
+
+    def await_state(self, restarts, missing):
+        """Wait until ranks have been started so often again, and serve, with so many missing."""
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            health = json.loads(self.curl("/health"))
+            state = (self.metric("restarts_total"), health["ranks_missing"], health["status"])
+            if state[0] >= restarts and state[1:] == (missing, "ok"):
+                return
+            assert time.monotonic() < deadline, state
+            time.sleep(0.1)
+
+    def ranks(self, node):
+        """The pids of the node's ranks."""
+        below = launcher.linux.descendants(self.nodes[node].pid)
+        return [pid for pid in below if launcher.linux.process_name(pid).startswith("rank ")]
+
+    def kill(self):
+        for process in self.nodes.values():
+            process.kill()
+        self.hosts.kill_processes()
+
+
+@contextmanager
+def clients(cluster, number):
+    """Clients that ask again and again; every answer must be that of an undisturbed server."""
+    expected = [cluster.complete(request) for request in REQUESTS]
+    assert len(set(expected)) == 2
+    has_ended = threading.Event()
+
+    def ask(which):
+        count = 0
+        while not has_ended.is_set():
+            assert cluster.complete(REQUESTS[which]) == expected[which]
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(number) as threads:
+        asking = [threads.submit(ask, which % 2) for which in range(number)]
+        try:
+            yield
+        finally:
+            has_ended.set()
+        assert all(client.result() for client in asking)
+
+
+def nothing_is_left(hosts):
+    deadline = time.monotonic() + LIMIT_S
+    while any(launcher_pids(hosts)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not any(launcher_pids(hosts))
+
+
+def launcher_pids(hosts):
+    from tests.network_hosts import ip
+
+    return [ip("netns", "pids", name).split() for name in hosts.names]
+
+
+@pytest.fixture
+def cluster(hosts, plain, tmp_path):
+    cluster = Cluster(hosts, plain[1], tmp_path / "log", "--restarts", "100")
+    cluster.start(0)
+    cluster.start(1)
+    try:
+        cluster.await_address()
+        yield cluster
+    finally:
+        cluster.kill()
+        print(cluster.log.read_text())
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_a_request_outlives_ranks_commands_and_links_of_both_hosts(hosts, cluster):
+    with clients(cluster, 4):
+        for restarts, (node, number) in enumerate(
+            [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL), (0, signal.SIGSTOP)], 1
+        ):
+            os.kill(cluster.ranks(node)[0], number)
+            cluster.await_state(restarts, missing=0)
+        cluster.nodes[1].kill()
+        cluster.await_state(5, missing=1)
+        cluster.start(1)
+        cluster.await_line("has come, and is in the next restart")
+        assert cluster.metric("restarts_total") == 5
+        os.kill(cluster.ranks(0)[0], signal.SIGKILL)
+        cluster.await_state(6, missing=0)
+        hosts.set_link(1, "down")
+        cluster.await_state(7, missing=1)
+        hosts.set_link(1, "up")
+        cluster.log.write_text("")
+        cluster.await_line("has come, and is in the next restart")
+        os.kill(cluster.ranks(0)[0], signal.SIGKILL)
+        cluster.await_state(8, missing=0)
+    os.kill(cluster.nodes[0].pid, signal.SIGTERM)
+    assert [cluster.nodes[node].wait(30) for node in (0, 1)] == [0, 0]
+    assert nothing_is_left(hosts)
