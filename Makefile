@@ -53,7 +53,8 @@ else
 endif
 
 # What leans on torch and transformers, with the lowest versions of them; the native parts are the same.
-LOWEST_TESTS ?= tests/test_packaging.py tests/drumline/compile_once/test_hoist.py \
+LOWEST_TESTS ?= tests/test_packaging.py::test_a_layer_and_all_its_names_import_with_its_own_dependencies_alone \
+    tests/drumline/compile_once/test_hoist.py \
     tests/drumline/compile_once/test_portable.py tests/drumline/core tests/drumline/kv_cache \
     tests/drumline/stages tests/communicator/native/test_binding.py tests/communicator/native/test_odd_tensors.py \
     tests/communicator/backends/nccl/test_nccl_without_gpu.py

@@ -35,6 +35,7 @@ from coordinator import Coordinator
 RANKS = 2
 OURS, CUT, ONE = "drumline", "drumline, tp=2", "one process"
 FASTEST = 'drumline, "fastest"'
+READ = "drumline, disable_mmap=True"
 WAKING = "one process, waking twice a token"
 PIPELINE, RPC = "transformers' pipeline parallel", "torch RPC, as in Accelerate's PR 4066"
 Case = tuple[str, int, int, int]  # name, batch, prompt, new tokens
@@ -67,6 +68,8 @@ def speeds(options: argparse.Namespace) -> None:
         parameters = new_model(folder, options.layers, options.hidden)
         note = f"Llama of {parameters / 1e6:.0f} M parameters, fp32, half the layers on each rank, "
         note += 'with tp=2 half of each layer, with "fastest" what it finds to be faster; '
+        note += "weights are pages of the files, as from_pretrained has them, but for disable_mmap="
+        note += "True and where ranks share a layer; "
         note += "median and middle half of rounds in which all take turns; warmed up. Cost: what "
         note += "a token takes more than in the one process."
         columns = (*columns, "equal", f"{ONE} (ms)", "cost (ms)", f"{ONE} / this")
@@ -167,8 +170,10 @@ def rank(folder: str, layers: int, cases: list[Case], repeats: int) -> dict[str,
         drumline.load(folder, tp=RANKS) as cut,
         contextlib.ExitStack() as stack,
     ):
-        maps = {OURS: halves} if is_small else {OURS: halves, FASTEST: "fastest"}
-        driven = {name: over_both(orders, folder, how, stack) for name, how in maps.items()}
+        maps: dict[str, Any] = {OURS: halves}
+        if not is_small:
+            maps |= {READ: halves, FASTEST: "fastest"}
+        driven = {name: over_both(orders, folder, name, how, stack) for name, how in maps.items()}
         both = {CUT: cut, PIPELINE: pipeline_parallel(folder, orders)}
         if not orders.is_master():
             obey(orders, both)
@@ -185,7 +190,7 @@ def rank(folder: str, layers: int, cases: list[Case], repeats: int) -> dict[str,
 
 
 def over_both(
-    orders: Coordinator, folder: str, device_map: Any, stack: contextlib.ExitStack
+    orders: Coordinator, folder: str, name: str, device_map: Any, stack: contextlib.ExitStack
 ) -> Any:
     """The model on the master; on the other rank, None, and a thread that serves it."""
     group = orders.split((0, 1))
@@ -193,23 +198,24 @@ def over_both(
     stack.enter_context(group)
     model = None
     if orders.is_master():
-        model = stack.enter_context(loaded(folder, device_map, group))
+        model = stack.enter_context(loaded(folder, name, device_map, group))
     else:
-        serving = threading.Thread(target=serve, args=(folder, device_map, group))
+        serving = threading.Thread(target=serve, args=(folder, name, device_map, group))
         serving.start()
         stack.callback(serving.join)
     orders.barrier()  # nothing disturbs while speeds are measured
     return model
 
 
-def serve(folder: str, device_map: Any, group: Coordinator) -> None:
+def serve(folder: str, name: str, device_map: Any, group: Coordinator) -> None:
     torch.set_num_threads(1)
     with contextlib.suppress(drumline.WorkerExit):
-        loaded(folder, device_map, group)
+        loaded(folder, name, device_map, group)
 
 
-def loaded(folder: str, device_map: Any, group: Coordinator) -> Any:
-    return drumline.load(folder, device_map, group, max_memory=[1 << 34] * RANKS)
+def loaded(folder: str, name: str, device_map: Any, group: Coordinator) -> Any:
+    memory = [1 << 34] * RANKS
+    return drumline.load(folder, device_map, group, max_memory=memory, disable_mmap=name == READ)
 
 
 def pipeline_parallel(folder: str, orders: Coordinator) -> Any:

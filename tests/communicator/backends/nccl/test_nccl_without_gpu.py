@@ -53,17 +53,16 @@ def stand_in(tmp_path_factory):
     return nccl_host.compile_stand_in(folder)
 
 
-def in_child(code, *arguments):
-    """What code prints in a fresh process, where nothing of NCCL is loaded yet."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | {"NCCL_SOCKET_IFNAME": "lo"},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split("\n")[:-1]
+@pytest.fixture
+def in_child(warm):
+    """in_child(code, *arguments): what code prints in a process where nothing of NCCL is loaded."""
+
+    def run(code, *arguments):
+        done = warm.run("-c", code, *arguments, env={"NCCL_SOCKET_IFNAME": "lo"})
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split("\n")[:-1]
+
+    return run
 
 
 # Which library.
@@ -79,7 +78,7 @@ def test_the_library_of_the_wheel_is_found(real):
 @needs_wheel
 @without_gpu
 @pytest.mark.skipif(torch.version.cuda is not None, reason="CUDA builds of torch load their own")
-def test_a_copy_that_is_loaded_comes_before_the_wheels(tmp_path, real):
+def test_a_copy_that_is_loaded_comes_before_the_wheels(tmp_path, real, in_child):
     """Two copies in one process would not know of each other's kernels."""
     loaded = tmp_path / "libnccl.so.2"
     loaded.symlink_to(nccl_host.compile_stand_in(tmp_path, name="libnccl.so.2.99.1"))
@@ -269,7 +268,7 @@ def test_ranks_that_got_one_gpu_together_are_told(monkeypatch):
 
 
 @needs_wheel
-def test_unique_ids_have_128_bytes_and_differ(real):
+def test_unique_ids_have_128_bytes_and_differ(real, in_child):
     code = (
         "import sys; from communicator.backends.nccl import nccl_library as n\n"
         "lib = n.NcclLibrary(sys.argv[1])\n"
