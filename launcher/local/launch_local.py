@@ -70,8 +70,8 @@ def _prepare(
     """The ports of the launch, its secret and all pipes: made before the first rank."""
     port, shared = _meeting_point(job)
     torch_ports = ports.torch_candidates(job.launch_id, port)
-    is_first_of_many = job.nnodes > 1 and job.node_rank == 0  # all must name the same port
-    holder = ports.reserve(torch_ports[:1] if is_first_of_many else torch_ports)
+    holder = ports.reserve(torch_ports)
+    # All nodes must name the same one.
     torch_port = holder.getsockname()[1] if job.nnodes == 1 else torch_ports[0]
     first_extras = {name: str(fd) for name, fd in shared.items()}
     extras = {name: text for name, text in first_extras.items() if name != "master_fd"}
