@@ -84,7 +84,7 @@ class GenerationRequest(BaseModel):  # type: ignore[misc]
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0)
+    top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -108,6 +108,13 @@ class GenerationRequest(BaseModel):  # type: ignore[misc]
         if len(texts) > MAX_STOPS or any(len(text) > MAX_STOP_CHARS for text in texts):
             raise ValueError(f"more than {MAX_STOPS} strings, or {MAX_STOP_CHARS} characters")
         return texts
+
+    @model_validator(mode="after")  # type: ignore[untyped-decorator]
+    def _check_min_tokens(self) -> GenerationRequest:
+        limit = self.max_tokens or getattr(self, "max_completion_tokens", None)
+        if limit is not None and self.min_tokens > limit:
+            raise ValueError(f"min_tokens={self.min_tokens} is more than the {limit} at most")
+        return self
 
     @property
     def num_choices(self) -> int:
@@ -140,7 +147,7 @@ class GenerationRequest(BaseModel):  # type: ignore[misc]
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=self.top_k or 0,
+            top_k=max(0, self.top_k or 0),
             min_p=self.min_p or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
@@ -206,6 +213,12 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     tools: list[dict[str, Any]] = []
     tool_choice: Literal["none", "auto"] = "auto"
+
+    @model_validator(mode="after")  # type: ignore[untyped-decorator]
+    def _check_logprobs(self) -> ChatCompletionRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs is given without logprobs=true, which it needs")
+        return self
 
     @property
     def num_logprobs(self) -> int | None:
@@ -298,11 +311,13 @@ def _validation_error(error: ValidationError) -> ApiError:
             f"The body has {error.error_count()} errors, too many to name. Leave out fields that "
             "OpenAI's API does not have, and lists of another type than it takes."
         )
-    deepest = max(error.errors(), key=lambda details: len(details["loc"]))
+    errors = error.errors()
+    deepest = max(errors, key=lambda e: (len(e["loc"]), e["type"] == "extra_forbidden"))
     field = ".".join(str(step) for step in deepest["loc"])
     if deepest["type"] == "extra_forbidden":
         return invalid_request(f"{field} is not supported by this server; leave it out.", field)
-    return invalid_request(f"{field}: {deepest['msg']}", field)
+    reason = deepest["msg"].removeprefix("Value error, ")
+    return invalid_request(f"{field}: {reason}" if field else reason, field or None)
 
 
 def _without_nulls(value: Any, max_items: int) -> Any:

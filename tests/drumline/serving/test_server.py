@@ -295,6 +295,11 @@ def post_raw(server, path, body=None):
         ({"best_of": 2}, openai.BadRequestError, "best_of is not supported"),
         ({"logprobs": 21}, openai.BadRequestError, "logprobs: .*less than or equal to 20"),
         ({"logprobs": 1, "echo": True}, openai.BadRequestError, "echo with logprobs"),
+        (
+            {"extra_body": {"min_tokens": 4}},
+            openai.BadRequestError,
+            "min_tokens=4 is more than the 3",
+        ),
         ({"logit_bias": {"70": 1}}, openai.BadRequestError, "70 is no token"),
         ({"logit_bias": {"7": 101}}, openai.BadRequestError, "less than or equal to 100"),
         ({"prompt": ["5"] * 9}, openai.BadRequestError, "more than the 8"),
@@ -309,6 +314,25 @@ def test_an_invalid_request_is_an_error_in_openais_form(client, options, kind, m
     with pytest.raises(kind, match=message) as raised:
         client.completions.create(**request)
     assert raised.value.body["message"] and raised.value.body["type"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (
+            "/v1/chat/completions",
+            {"top_logprobs": 2},
+            "top_logprobs is given without logprobs=true",
+        ),
+        ("/v1/chat/completions", {"max_completion_tokens": 2, "min_tokens": 3}, "than the 2"),
+        ("/tokenize", {}, "messages is not supported"),
+    ],
+)
+def test_fields_that_would_be_ignored_are_refused(server, path, body, message):
+    messages = [{"role": "user", "content": "5"}]
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post_raw(server, path, {"model": "llama", "messages": messages, **body})
+    assert message in json.loads(refused.value.read())["error"]["message"]
 
 
 def test_a_full_queue_answers_that_the_server_is_busy(complete):
@@ -329,7 +353,7 @@ def test_unsupported_fields_with_their_disabled_values_are_accepted(complete):
     stream = complete(
         "5 6 7",
         **disabled,
-        extra_body={**chats, "top_logprobs": 0, "modalities": ["text"]},
+        extra_body={**chats, "top_logprobs": 0, "top_k": -1, "modalities": ["text"]},
         stream=True,
         stream_options={"include_obfuscation": False},
     )
