@@ -205,8 +205,10 @@ def _read(
             f"the files on every rank (missing on {source.blind}) and memory for all of them; copy "
             'the checkpoint there, and give no "disk" and no "cpu" next to an accelerator.'
         )
-    places = {"": "meta", **device_map.of(rank)}
-    model = load_shard(inputs.kind, source.path, places, inputs.dtype, config=source.config, **rest)
+    places, options = {"": "meta", **device_map.of(rank)}, {"config": source.config, **rest}
+    if not source.maps:
+        options["disable_mmap"] = True
+    model = load_shard(inputs.kind, source.path, places, inputs.dtype, **options)
     install_device_hooks(model, device_map, rank, None)
     return LoadedStage(model, device_map)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from drumline.checkpoint import empty_model
 from drumline.checkpoint.safetensors_index import StoredTensor
 from drumline.checkpoint.shard_plan import fills_exactly
 from drumline.checkpoint.weight_map import NotStreamable, _convert
+from launcher import linux
 
 shapes = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)
 
@@ -111,6 +113,19 @@ def test_a_model_that_is_computed_is_read_by_transformers_on_every_rank(
         return model.generate(ids, max_new_tokens=6, do_sample=False).tolist()
 
     assert on_master(path, 3, work) == work(plain)
+
+
+def test_transformers_maps_no_file_either_where_that_is_disabled(
+    checkpoints, on_master, computed, tmp_path
+):
+    _, path = checkpoints.llama()
+    shutil.copytree(path, tmp_path / "copy")
+
+    def is_mapped(model):
+        return str(tmp_path) in linux.read_proc("self/maps")
+
+    assert on_master(tmp_path / "copy", 1, is_mapped)
+    assert not on_master(tmp_path / "copy", 1, is_mapped, disable_mmap=True)
 
 
 def test_a_model_that_is_computed_needs_its_files_on_every_rank(
