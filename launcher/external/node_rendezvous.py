@@ -43,6 +43,7 @@ from launcher.system import host_addresses
 COMMON_PORT = ports.candidates("the nodes of every launch")[0]
 LINE_NBYTES = 4096
 HERE, FREE, GONE = b'{"here": true}', b'{"free": true}', b'{"gone": true}'
+PLACE = ("launch_id", "nnodes", "master_port", "node_rank")  # what the first node decides, no more
 SAME_COMMAND = "Give the same command on every node, but for --node-rank."
 MAX_STRANGERS = 64  # connections that have not said what they launch
 COMPARED = {
@@ -535,7 +536,8 @@ class NodeFollower:
         if "end" in message:
             self._end = {"end": str(message["end"]), "code": int(message["code"])}
         elif "go" in message:
-            self._attempt = replace(self.job, **message["go"]) if self._stays else self.job
+            place = {name: message["go"][name] for name in PLACE} if self._stays else {}
+            self._attempt = replace(self.job, **place)
         elif "waiting" in message:
             self._connection.sendall(HERE + b"\n")
             if message["waiting"]:

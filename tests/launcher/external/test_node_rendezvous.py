@@ -213,6 +213,29 @@ def test_what_is_no_node_is_sent_away_in_silence(nodes, data, capfd):
     assert "came from" not in capfd.readouterr().err
 
 
+def test_whoever_listens_for_nodes_decides_the_place_of_ranks_and_nothing_else(quick):
+    """Nothing proves who the first node is, so that it must not choose what is run."""
+    place = {"launch_id": "a", "nnodes": 2, "master_port": 2, "node_rank": 1}
+    described = dataclasses.asdict(node_rendezvous.NodeDescription.of(job(0)))
+    go = {**place, "target": "x", "preload": ["x"]}
+
+    def answer():
+        with listener.accept()[0] as connection, connection.makefile("rw") as file:
+            file.readline()
+            for message in ({"node": described, "problem": ""}, {"go": go}):
+                print(json.dumps(message), file=file, flush=True)
+            file.readline()  # until the follower leaves
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        answerer = threading.Thread(target=answer)
+        answerer.start()
+        with contextlib.closing(
+            node_rendezvous.NodeFollower(job(1), listener.getsockname()[1], stays=True)
+        ) as follower:
+            assert follower.join() == dataclasses.replace(job(1), **place)
+        answerer.join()
+
+
 def test_many_idle_connections_keep_no_node_out(nodes):
     idle = [connected() for _ in range(2 * node_rendezvous.MAX_STRANGERS)]
     nodes.start(1, 2)
