@@ -31,6 +31,7 @@ from launcher import linux
 TORCH_DTYPES = {info.safetensors: info.torch for info in DTYPES if info.safetensors}
 MAX_HEADER = 100_000_000
 """The format's own limit."""
+GIT_LFS_POINTER = int.from_bytes(b"version ", "little")  # what such a file begins with
 CHOSEN_FIRST = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "tmpfs", "overlay")
@@ -176,6 +177,8 @@ def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
             written = file_state(stream.fileno())
             size = written.nbytes
             (length,) = struct.unpack("<Q", stream.read(8))
+            if length == GIT_LFS_POINTER:
+                raise ValueError("a pointer of git-lfs stands in its place: `git lfs pull`")
             if length > min(MAX_HEADER, size - 8):
                 raise ValueError(f"its header claims {length} bytes")
             header = json.loads(stream.read(length), object_pairs_hook=_distinct)
@@ -191,6 +194,8 @@ def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
             if end - begin != stored.nbytes or 8 + length + end > size:
                 raise ValueError(f"{name} does not fit into the file of {size} bytes")
             yield name, stored
+        if 8 + length + last != size:
+            raise ValueError(f"{size - 8 - length - last} bytes follow its last tensor")
     except (OSError, ValueError, RecursionError, struct.error) as error:
         raise CheckpointError(
             f"{file} is no whole .safetensors file ({error}), so what it holds is unknown; "

@@ -194,6 +194,18 @@ def test_tensors_that_overlap_are_refused(file):
         read_index(file.parent)
 
 
+def test_bytes_after_the_last_tensor_are_refused(file):
+    file.write_bytes(file.read_bytes() + b"\0\0")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*2 bytes follow its last"):
+        read_index(file.parent)
+
+
+def test_a_pointer_of_git_lfs_is_named(file):
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 99\n")
+    with pytest.raises(CheckpointError, match="git lfs pull"):
+        read_index(file.parent)
+
+
 def as_pipe(file):
     file.unlink()
     os.mkfifo(file)
