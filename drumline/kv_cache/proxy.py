@@ -244,12 +244,13 @@ def _build_arguments(cache: Cache) -> tuple[Any, ...]:
 
 
 def is_own(cache: Cache) -> bool:
-    """True for a dynamic cache of a model's own code, which keeps more beside the keys (MiniMax).
+    """True for a dynamic cache of a model in transformers, which keeps more beside the keys.
 
-    It takes no arguments, so all that is in it comes from the layers.
+    It is MiniMax's. It takes no arguments, so all that is in it comes from the layers. In a cache
+    of other code, what the model puts there outside of its layers would be missing on other ranks.
     """
     kind = type(cache).__mro__[2] if isinstance(cache, CacheProxy) else type(cache)
-    is_of_model = kind.__module__.rpartition(".")[2].startswith("modeling_")
+    is_of_model = kind.__module__.startswith("transformers.models.")
     return is_of_model and issubclass(kind, DynamicCache) and not inspect.signature(kind).parameters
 
 

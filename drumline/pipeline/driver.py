@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,8 +35,9 @@ class _PassContext(threading.local):
     calls: DeferredCalls | None = None
     shape: tuple[int, int] | None = None
     wants_hidden_states = False
-    model: Any = None  # the outermost
-    came_filled: tuple[Cache, ...] = ()
+    # The outermost model, and its caches that came filled. An interrupted pass leaves them here.
+    model: Callable[[], Any] = staticmethod(lambda: None)
+    came_filled: tuple[weakref.ref[Cache], ...] = ()
 
 
 class PipelineDriver:
@@ -95,17 +97,19 @@ class PipelineDriver:
 
     def begin_pass(self, model: Any, inputs: Any) -> None:
         """Remember the caches that a model of this thread is called with, if they hold anything."""
-        if self._pass.model in (None, model):  # itself if the last pass was interrupted
-            self._pass.model = model
-            self._pass.came_filled = tuple(filter(came_filled, iter_caches(inputs)))
+        if self._pass.model() in (None, model):  # itself if the last pass was interrupted
+            self._pass.model = weakref.ref(model)
+            filled = filter(came_filled, iter_caches(inputs))
+            self._pass.came_filled = tuple(map(weakref.ref, filled))
 
     def end_pass(self, model: Any) -> None:
-        if self._pass.model is model:
-            self._pass.model, self._pass.came_filled = None, ()
+        if self._pass.model() is model:
+            del self._pass.model, self._pass.came_filled
 
     def came_empty(self, cache: Cache) -> bool:
         """True if this thread is in a pass, and the cache was empty when that began."""
-        return self._pass.model is not None and all(cache is not c for c in self._pass.came_filled)
+        is_in_pass = self._pass.model() is not None
+        return is_in_pass and all(cache is not filled() for filled in self._pass.came_filled)
 
     @property
     def lost(self) -> PeerLost | None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
+from drumline.errors import DrumlineError
 from drumline.kv_cache.proxy import account_tokens, cache_number, prepare_next_token
 
 
@@ -57,6 +58,19 @@ def test_a_log_whose_failure_holds_a_cache_is_freed():
     del cache, log
     gc.collect()
     assert left() is None
+
+
+def test_a_cache_of_code_beside_transformers_is_refused():
+    """What its model puts there outside of the layers would be missing on other ranks."""
+
+    class OwnCache(DynamicCache):
+        __module__ = "transformers_modules.own.modeling_own"
+
+        def __init__(self) -> None:
+            super().__init__()
+
+    with pytest.raises(DrumlineError, match="a OwnCache cannot be kept on other ranks"):
+        cache_number(OwnCache(), CacheOpLog())
 
 
 def test_what_was_made_ahead_is_left_where_something_else_comes(cache):
