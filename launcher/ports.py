@@ -109,6 +109,8 @@ def _bound(address: str, port: int, may_share: bool) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, may_share)
         listener.bind((address, port))
+        if not any(socket.inet_pton(family, listener.getsockname()[0].partition("%")[0])):
+            raise OSError(errno.EADDRNOTAVAIL, "it is every interface, and no host")
         listener.listen(BACKLOG)
     except BaseException:
         listener.close()

@@ -8,7 +8,8 @@ They travel through streams of their own, so no collective delays them. A messag
 its bytes. A small one is sent at once, and buffered where nobody has posted a receive for it. So
 are the first large ones, until the receiver confirms that it has received them; further ones are
 offered, and sent once a receive has matched them. At most about 16 MiB from a peer are buffered:
-then nothing more is read from that peer, in any group, until buffered messages are received.
+then nothing more is read from that peer, in any group, until buffered messages are received or the
+peer is gone.
 
 Whoever waits moves the messages of all. While nobody waits a thread does, which sleeps until a
 stream changes, and which is started by the first message that has to wait.
@@ -589,8 +590,9 @@ class P2PEngine:
     def _set_buffered(self, peer: int, nbytes: int) -> None:
         """Count bytes that are buffered; of a peer with too many nothing more is read."""
         self._buffered[peer] += nbytes
-        bits = self._interest[peer] & WRITABLE
-        self._interest[peer] = bits | READABLE * (self._buffered[peer] < MAX_BUFFERED_BYTES)
+        if peer not in self._lost:
+            bits = self._interest[peer] & WRITABLE
+            self._interest[peer] = bits | READABLE * (self._buffered[peer] < MAX_BUFFERED_BYTES)
 
     # Peers that have gone.
 
@@ -606,8 +608,9 @@ class P2PEngine:
                 self._lose(peer, str(error))
 
     def _lose(self, peer: int, why: str) -> None:
-        self._move(peer)  # what it had sent before
         self._lost[peer] = why
+        self._interest[peer] = READABLE
+        self._read(peer)  # all that it had sent before, however much is buffered
         self._outgoing[peer].clear()
         self._interest[peer] = 0
         self._arrivals = [item for item in self._arrivals if item.src != peer or item.is_complete]

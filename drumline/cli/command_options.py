@@ -376,7 +376,9 @@ _SERVE_OPTIONS = (
     ),
     _count("--nnodes", "number of nodes, each with this command", 1),
     _count("--node-rank", "the index of this node", 0, low=0),
-    _option("--master-addr", "address of the first node; needed with --nnodes", metavar="ADDRESS"),
+    _option(
+        "--master-addr", "address of the first node; default: none, for one node", metavar="ADDRESS"
+    ),
     _option(
         "--master-port",
         "port of the first node for the others; default: the same one always",

@@ -82,6 +82,8 @@ class NodeDescription:
             raise ValueError("no description of a node")
         if not all(str(value).isprintable() for value in values.values()):
             raise ValueError("what a terminal could take for a command")
+        if not 0 <= values["node_rank"] < values["nnodes"]:
+            raise ValueError("no node of the launch that it names")
         return cls(**values)
 
     def __str__(self) -> str:
@@ -141,6 +143,19 @@ def _too_late(
         f"it reach {_at(job, port)}. --timeout SECONDS waits for another time."
     )
     return LaunchTimeout(f"{late}. {other}{advice}", (), errors.TIMEOUT_CODE)
+
+
+def _parse(line: bytes) -> Any:
+    """The value of a line of JSON, which may come from anybody. Raises ValueError for no JSON."""
+    try:
+        return json.loads(line)
+    except (UnicodeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _printable(text: Any) -> str:
+    """The text without what a terminal could take for a command."""
+    return "".join(char if char.isprintable() else "?" for char in str(text))
 
 
 # ---- the first node ----
@@ -287,7 +302,8 @@ class NodeLeader:
         if not self._begun:
             place: Any = {"nnodes": 1, "master_addr": LOOPBACK, "master_port": 0}
             return replace(self.job, **place, launch_id=launch_id)
-        self._holder = ports.reserve(range(self.port + 1, MAX_PORT))
+        later, earlier = range(self.port + 1, MAX_PORT + 1), range(ports.FIRST_PORT, self.port)
+        self._holder = ports.reserve([*later, *earlier])
         port = self._holder.getsockname()[1]
         values: Any = {"launch_id": launch_id, "nnodes": len(nodes), "master_port": port}
         for number, node in enumerate(self._begun, 1):
@@ -364,7 +380,7 @@ class NodeLeader:
                 self._note_return(connection.node, connection.address)
         elif lines:
             try:
-                self._greet(connection, NodeDescription.from_json(json.loads(lines[0])))
+                self._greet(connection, NodeDescription.from_json(_parse(lines[0])))
             except ValueError:
                 self._drop(connection)  # of a stranger, who may be a port scanner
         elif not data or connection.lines.nbytes > LINE_NBYTES:
@@ -534,14 +550,16 @@ class NodeFollower:
         """Do as the first node says; True if ranks that were started have to end."""
         self._heard_s = time.monotonic()
         if "end" in message:
-            self._end = {"end": str(message["end"]), "code": int(message["code"])}
+            is_late = message["code"] == errors.TIMEOUT_CODE
+            code = errors.TIMEOUT_CODE if is_late else 1
+            self._end = {"end": _printable(message["end"]), "code": code}
         elif "go" in message:
             place = {name: message["go"][name] for name in PLACE} if self._stays else {}
             self._attempt = replace(self.job, **place)
         elif "waiting" in message:
             self._connection.sendall(HERE + b"\n")
             if message["waiting"]:
-                _notice(message["waiting"])
+                _notice(_printable(message["waiting"]))
         if self._end or ("go" in message and not self._stays):
             self._connection.sendall(GONE + b"\n")
         return "end" in message or "stop" in message
@@ -567,7 +585,7 @@ def _connected(
         connection.settimeout(min(timings.TIMINGS.node_status_s, left_s))
         with connection.makefile("rb") as file:
             lines = iter(lambda: file.readline(LINE_NBYTES), b"")
-            yield connection, (json.loads(line) for line in lines)
+            yield connection, (_parse(line) for line in lines)
 
 
 def _introduce(
@@ -577,4 +595,4 @@ def _introduce(
     connection.sendall(json.dumps(asdict(NodeDescription.of(job))).encode() + b"\n")
     message = next(messages, {})
     connection.settimeout(2 * timings.TIMINGS.node_status_s)  # it speaks so often
-    return NodeDescription.from_json(message["node"]), str(message["problem"])
+    return NodeDescription.from_json(message["node"]), _printable(message["problem"])

@@ -12,7 +12,8 @@ from drumline import model_packages
 from drumline.tensor_parallel.parallelize import parallelize
 
 # For a machine whose transformers is too old to have them; nothing here uses them.
-model_packages.LOWEST["transformers"] = (5,)
+installed = tuple(map(int, transformers.__version__.split(".")[:2]))
+model_packages.LOWEST["transformers"] = min(installed, model_packages.LOWEST["transformers"])
 for name in ("Fp8QuantizedLayer", "BaseQuantizedLayer", "KVSharingDict"):
     if not hasattr(cache_utils, name):
         setattr(cache_utils, name, type(name, (), {}))

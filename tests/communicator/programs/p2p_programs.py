@@ -371,6 +371,24 @@ def sender_waits_once_the_receiver_has_buffered_enough():
     return []
 
 
+@program(2)
+def more_than_is_buffered_is_received_after_its_sender_has_left():
+    if is_gloo():
+        return []
+    size, count = 30_000 // 4, 580  # 17.4 MB: the buffers, and most of what is on the way
+    if dist.get_rank() == 0:
+        for work in [dist.isend(torch.full((size,), float(i)), 1, tag=1) for i in range(count)]:
+            work.wait()
+        return []
+    gives_up(PeerLost, dist.irecv(torch.zeros(1), 0, tag=2).wait)
+    came = torch.zeros(size)
+    for i in range(count):
+        dist.recv(came, 0, tag=1)
+        assert came.eq(i).all(), (i, came)
+    gives_up(PeerLost, lambda: dist.recv(came, 0, tag=1))
+    return []
+
+
 @program(3)
 def messages_end_when_their_peer_ends():
     if is_gloo():

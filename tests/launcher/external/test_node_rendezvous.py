@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 from launcher import errors, ports, timings
 from launcher.external import node_rendezvous
 from launcher.job import Job, Target
+from launcher.launch_info import MAX_PORT
 
 # One node of a launch, with every time a tenth: what its launcher says, and how that ends.
 NODE = """
@@ -201,7 +203,24 @@ def connected():
             pass
 
 
-@pytest.mark.parametrize("data", [b"GET / HTTP/1.0\n", b"[]\n", b'{"launch_id": 1}\n', b"x" * 9999])
+def described(**values):
+    """A line in which a node says what it launches."""
+    node = node_rendezvous.NodeDescription.of(job(1))
+    return json.dumps({**dataclasses.asdict(node), **values}).encode() + b"\n"
+
+
+NO_NODES = {
+    "http": b"GET / HTTP/1.0\n",
+    "list": b"[]\n",
+    "nested": b"[" * 3000 + b"\n",
+    "part": b'{"launch_id": 1}\n',
+    "long": b"x" * 9999,
+    "too_many": described(node_rank=3),
+    "negative": described(node_rank=-1),
+}
+
+
+@pytest.mark.parametrize("data", NO_NODES.values(), ids=NO_NODES)
 def test_what_is_no_node_is_sent_away_in_silence(nodes, data, capfd):
     with connected() as connection:
         connection.sendall(data)
@@ -213,27 +232,68 @@ def test_what_is_no_node_is_sent_away_in_silence(nodes, data, capfd):
     assert "came from" not in capfd.readouterr().err
 
 
-def test_whoever_listens_for_nodes_decides_the_place_of_ranks_and_nothing_else(quick):
-    """Nothing proves who the first node is, so that it must not choose what is run."""
-    place = {"launch_id": "a", "nnodes": 2, "master_port": 2, "node_rank": 1}
-    described = dataclasses.asdict(node_rendezvous.NodeDescription.of(job(0)))
-    go = {**place, "target": "x", "preload": ["x"]}
+@contextlib.contextmanager
+def followed(*lines, stays=True):
+    """A node that follows what answers with these lines in place of the first one."""
 
     def answer():
-        with listener.accept()[0] as connection, connection.makefile("rw") as file:
+        with listener.accept()[0] as connection, connection.makefile("rwb") as file:
             file.readline()
-            for message in ({"node": described, "problem": ""}, {"go": go}):
-                print(json.dumps(message), file=file, flush=True)
+            for line in lines:
+                file.write(line + b"\n")
+            file.flush()
             file.readline()  # until the follower leaves
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         answerer = threading.Thread(target=answer)
         answerer.start()
-        with contextlib.closing(
-            node_rendezvous.NodeFollower(job(1), listener.getsockname()[1], stays=True)
-        ) as follower:
-            assert follower.join() == dataclasses.replace(job(1), **place)
+        port = listener.getsockname()[1]
+        with contextlib.closing(node_rendezvous.NodeFollower(job(1), port, stays)) as follower:
+            yield follower
         answerer.join()
+
+
+def greeting():
+    described = dataclasses.asdict(node_rendezvous.NodeDescription.of(job(0)))
+    return json.dumps({"node": described, "problem": ""}).encode()
+
+
+def test_whoever_listens_for_nodes_decides_the_place_of_ranks_and_nothing_else():
+    """Nothing proves who the first node is, so that it must not choose what is run."""
+    place = {"launch_id": "a", "nnodes": 2, "master_port": 2, "node_rank": 1}
+    go = {"go": {**place, "target": "x", "preload": ["x"]}}
+    with followed(greeting(), json.dumps(go).encode()) as follower:
+        assert follower.join() == dataclasses.replace(job(1), **place)
+
+
+@pytest.mark.parametrize("line", [b"\xfd\xfe\xfd", b"[" * 3000, b'{"node": 1}'])
+def test_what_answers_as_no_launch_does_is_not_blamed_on_the_address(line):
+    with followed(line, stays=False) as follower:
+        why = follower._try_to_join(time.monotonic() + 60)
+    assert why == "what listens there is no launch"
+
+
+def test_the_last_word_of_the_first_node_is_an_error_and_no_command_of_the_terminal():
+    end = b'{"end": "\\u001b[2Jover", "code": Infinity}'
+    with followed(greeting(), end) as follower, pytest.raises(errors.LaunchError) as caught:
+        follower.join()
+    assert (str(caught.value), caught.value.exit_code) == ("?[2Jover", 1)
+
+
+@pytest.mark.parametrize("address", ["0", "::", ""])
+def test_the_first_node_listens_on_no_address_that_is_every_interface(address):
+    with pytest.raises(OSError, match="it is every interface"):
+        node_rendezvous.NodeLeader(job(0, master_addr=address), PORT)
+
+
+def test_ranks_get_a_port_where_the_nodes_meet_at_the_last_one():
+    leader = node_rendezvous.NodeLeader(job(0), PORT, stays=True)
+    with contextlib.closing(leader), connected() as connection:
+        introduce(connection, node_rendezvous.NodeDescription.of(job(1)))
+        while 1 not in leader.nodes:
+            leader.step(60)
+        leader.port = MAX_PORT
+        assert ports.FIRST_PORT <= leader.begin([0, 1]).master_port < MAX_PORT
 
 
 def test_many_idle_connections_keep_no_node_out(nodes):
