@@ -8,6 +8,7 @@ drumline run -n 2 examples/nano_engine/engine.py CHECKPOINT 12,7,99 4,8
 drumline run -n 2 examples/nano_engine/engine.py CHECKPOINT "Once upon a time"
 """
 
+import contextlib
 import sys
 from collections import deque
 from dataclasses import dataclass, field
@@ -157,11 +158,12 @@ def main(folder: str, *texts: str) -> None:
         tokenizer.encode(text).ids if tokenizer else [int(token) for token in text.split(",")]
         for text in texts
     ]
-    with Coordinator() as coor, Communicator(coor) as comm:
-        engine = Engine(folder, coor, comm)
+    with contextlib.ExitStack() as stack:
+        coor = stack.enter_context(Coordinator())
+        comm = stack.enter_context(Communicator(coor))
+        engine = stack.enter_context(contextlib.closing(Engine(folder, coor, comm)))
         for tokens in engine.generate(prompts, max_new_tokens=32):
             print(tokenizer.decode(tokens) if tokenizer else tokens)
-        engine.close()
 
 
 def _tokenizer(folder: str):
