@@ -35,7 +35,7 @@ class _PassContext(threading.local):
     calls: DeferredCalls | None = None
     shape: tuple[int, int] | None = None
     wants_hidden_states = False
-    # The outermost model, and its caches that came filled. An interrupted pass leaves them here.
+    # The outermost model, and its caches that came filled. An interrupt may leave them here.
     model: Callable[[], Any] = staticmethod(lambda: None)
     came_filled: tuple[weakref.ref[Cache], ...] = ()
 

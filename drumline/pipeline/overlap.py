@@ -57,6 +57,9 @@ class MicrobatchMixin:
             if self._driver is not None:
                 self._driver.half_changed = error
             raise
+        finally:
+            if self._driver is not None:  # no hook hears of an interrupt
+                self._driver.end_pass(self)
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
         whole: Whole = super().__call__  # type: ignore[misc]
