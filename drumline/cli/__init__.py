@@ -91,7 +91,7 @@ def _run_command(options: argparse.Namespace, prog: str) -> int:
         configure_logging()
         model_packages.require(*options.command.packages)
         options.command.run(options)
-    except DrumlineError as error:
+    except (DrumlineError, launcher.LaunchInfoError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
     except launcher.LaunchError as error:

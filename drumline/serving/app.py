@@ -374,6 +374,9 @@ class Service:
         self._check_tokens(body.named_tokens, "logit_bias or stop_token_ids")
         for prompt in prompts or [[]]:
             self._check_length(len(prompt), max_tokens)
+        if body.min_tokens > max_tokens:
+            text = f"min_tokens={body.min_tokens} is more than the {max_tokens} at most."
+            raise protocol.invalid_request(text, "min_tokens")
         if await request.is_disconnected():
             raise _disconnected()
         sequences = await asyncio.get_running_loop().run_in_executor(

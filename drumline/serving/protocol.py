@@ -109,13 +109,6 @@ class GenerationRequest(BaseModel):  # type: ignore[misc]
             raise ValueError(f"more than {MAX_STOPS} strings, or {MAX_STOP_CHARS} characters")
         return texts
 
-    @model_validator(mode="after")  # type: ignore[untyped-decorator]
-    def _check_min_tokens(self) -> GenerationRequest:
-        limit = self.max_tokens or getattr(self, "max_completion_tokens", None)
-        if limit is not None and self.min_tokens > limit:
-            raise ValueError(f"min_tokens={self.min_tokens} is more than the {limit} at most")
-        return self
-
     @property
     def num_choices(self) -> int:
         """Completions of each prompt."""

@@ -140,6 +140,14 @@ def test_invalid_arguments_are_rejected_in_a_line(name, line, message, capsys):
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_variables_that_no_launch_can_have_are_an_error_of_one_line(
+    small_model, capsys, monkeypatch
+):
+    monkeypatch.setenv("DRUMLINE_SECRET", "abc")
+    assert main(["serve", "--model", str(small_model)]) == 1
+    assert capsys.readouterr().err.startswith("drumline: DRUMLINE_SECRET has 3 characters")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -300,6 +300,11 @@ def post_raw(server, path, body=None):
             openai.BadRequestError,
             "min_tokens=4 is more than the 3",
         ),
+        (
+            {"max_tokens": None, "extra_body": {"min_tokens": 17}},
+            openai.BadRequestError,
+            "min_tokens=17 is more than the 16",
+        ),
         ({"logit_bias": {"70": 1}}, openai.BadRequestError, "70 is no token"),
         ({"logit_bias": {"7": 101}}, openai.BadRequestError, "less than or equal to 100"),
         ({"prompt": ["5"] * 9}, openai.BadRequestError, "more than the 8"),
@@ -325,6 +330,11 @@ def test_an_invalid_request_is_an_error_in_openais_form(client, options, kind, m
             "top_logprobs is given without logprobs=true",
         ),
         ("/v1/chat/completions", {"max_completion_tokens": 2, "min_tokens": 3}, "than the 2"),
+        (
+            "/v1/chat/completions",
+            {"max_completion_tokens": 2, "max_tokens": 9, "min_tokens": 3},
+            "than the 2",
+        ),
         ("/tokenize", {}, "messages is not supported"),
     ],
 )
