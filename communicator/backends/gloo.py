@@ -80,7 +80,8 @@ class Gloo(TaggedP2PCommunicator):
             call_check.compare(self, self._num_compared, description)
 
     def start_bytes(self, kind: str, data: torch.Tensor, peer: int, tag: int) -> Any:
-        with self._translated_errors(f"{kind} with {self.rank_name(peer)}"):
+        call = f"{kind} {'to' if kind == 'send' else 'from'} {self.rank_name(peer)}"
+        with self._translated_errors(call):
             return (self._gloo.send if kind == "send" else self._gloo.recv)([data], peer, tag)
 
     def wait_for(self, call: str, work: Any) -> None:

@@ -90,9 +90,10 @@ def test_ranks_of_a_part_of_the_launch_are_named_as_the_launch_numbers_them(rank
                     if coor.rank == 1:
                         comm.close()
                     else:
-                        with pytest.raises(PeerLost) as raised:
-                            comm.recv(torch.ones(1), 0)
-                        assert text in str(raised.value), raised.value
+                        # gloo may notice the loss while it waits, and knows it the second time.
+                        for _ in range(2 if backend == "gloo" else 1):
+                            with pytest.raises(PeerLost, match=re.escape(text)):
+                                comm.recv(torch.ones(1), 0)
                     part.barrier()
             coor.barrier()
 
