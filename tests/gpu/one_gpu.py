@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -32,6 +33,9 @@ NEEDS_GPU = "needs a machine with an NVIDIA GPU and a CUDA build of torch; run `
 # so that the output of ranks that hang is shown.
 CASE_S = 60.0 if GPU.type == "cuda" else 240.0
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason=NEEDS_GPU)
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="needs a C++ compiler, as torch does"
+)
 needs_gpu_or_stand_in = pytest.mark.skipif(
     GPU.type == "cuda" and not torch.cuda.is_available(), reason=NEEDS_GPU
 )

@@ -195,7 +195,11 @@ def _run_command(step: Step, name: str, environ: Mapping[str, str], results: Res
     path = os.pathsep.join(filter(None, [str(SITE), str(ROOT), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
         ["bash", "-c", f"set -o pipefail; {{ {step.command}\n}} 2>&1 | tee -i {log}"],
-        env=defaults | os.environ | {"PYTHONPATH": path} | dict(environ),
+        # Bytecode is written, or every process would compile what it imports.
+        env=defaults
+        | os.environ
+        | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": ""}
+        | dict(environ),
         cwd=ROOT,
         start_new_session=True,
     )

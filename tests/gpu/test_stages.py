@@ -11,7 +11,7 @@ import torch
 
 import launcher
 from tests.gpu import between_gpus
-from tests.gpu.one_gpu import ROOT, needs_gpu_or_stand_in, needs_two_gpus, run
+from tests.gpu.one_gpu import ROOT, needs_compiler, needs_gpu_or_stand_in, needs_two_gpus, run
 
 pytest.importorskip("transformers", reason="needs transformers, 5 or newer")
 from tests.gpu import decode
@@ -87,6 +87,7 @@ def test_the_server_answers_from_the_gpu(tmp_path):
     assert [int(word) for word in text.split()] == [token for token in whole if token]  # 0: unknown
 
 
+@needs_compiler
 def test_a_layer_is_compiled_by_one_rank_and_runs_on_all(tmp_path):
     found = run("model_ranks.precompiled", 2, str(tmp_path), timeout_s=200)
     assert all(error < 1e-4 for error, _ in found)
