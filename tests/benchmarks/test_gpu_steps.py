@@ -84,12 +84,18 @@ def test_variables_that_do_not_help_are_not_kept(results):
 
 
 def test_a_step_that_might_not_end_in_time_is_not_begun_and_is_named(results, monkeypatch):
-    steps_ = [Step("first", "exit 3", 60), Step("second", "true", 99), Step("third", "true", 9999)]
-    assert run_steps(steps_, results, 300) == (["first"], ["third"])
+    steps_ = [Step("first", "true", 60), Step("second", "exit 3", 99), Step("third", "true", 9999)]
+    assert run_steps(steps_, results, 300) == (["second"], ["third"])
     assert [results.has_ended(step.name) for step in steps_] == [True, True, False]
     assert run_steps(steps_[2:], results, 300) == ([], [])  # or nothing would ever be
     monkeypatch.setattr(steps, "FRESH_S", 0.0)
     assert not results.has_ended("first")
+
+
+def test_nothing_runs_without_what_the_first_step_builds(results):
+    steps_ = [Step("build", "exit 3", 60), Step("late", "true", 60)]
+    assert run_steps(steps_, results, 300) == (["build"], [])
+    assert set(logs(results)) == {"build"}
 
 
 @pytest.mark.parametrize("is_another_machine", [False, True], ids=["same", "another machine"])

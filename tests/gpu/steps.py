@@ -62,6 +62,7 @@ test ! -d {PARTS_BROUGHT} || {PYTHON} -m pip install --quiet --no-index --no-dep
     --upgrade --target {SITE} {PARTS_BROUGHT}/*.whl || echo '== taking the packages that are here'
 if test "$(cat {PARTS_BROUGHT}/native.digest)" = "$(csrc/scripts/digest.sh)" &&
     tar xzf {PARTS_BROUGHT}/native.tgz && {CHECK_NATIVE}; then exit 0; fi
+test ! -d {PARTS_BROUGHT} || echo '== .gpu is of other sources: building. Run make gpu-parts again'
 {PYTHON} setup.py --quiet build_ext --inplace || echo '== not built: taking what is here'
 csrc/scripts/build_cuda.sh || echo '== no new kernel: taking what is here'
 {CHECK_NATIVE}
@@ -175,7 +176,7 @@ def run_steps(steps: list[Step], results: Results, total_s: float) -> tuple[list
     """The names of the steps that failed, and of those that might not have ended in time.
 
     The first, which builds, and the next are run in any case: whoever has less time than a step has
-    the rest of it later.
+    the rest of it later. Without the first nothing runs.
     """
     end, failed = time.monotonic() + total_s, []
     for at, step in enumerate(steps):
@@ -183,6 +184,9 @@ def run_steps(steps: list[Step], results: Results, total_s: float) -> tuple[list
             return failed, [step.name for step in steps[at:]]
         if not run_step(step, results):
             failed.append(step.name)
+            if at == 0 and len(steps) > 1:
+                print(f"== nothing can run without {step.name}", flush=True)
+                break
     return failed, []
 
 
