@@ -11,13 +11,21 @@ import torch
 
 import launcher
 from tests.gpu import between_gpus
-from tests.gpu.one_gpu import ROOT, needs_compiler, needs_gpu_or_stand_in, needs_two_gpus, run
+from tests.gpu.one_gpu import (
+    GPU,
+    ROOT,
+    needs_compiler,
+    needs_gpu,
+    needs_gpu_or_stand_in,
+    needs_two_gpus,
+    run,
+)
 
 pytest.importorskip("transformers", reason="needs transformers, 5 or newer")
 from tests.gpu import decode
 
 # isort: split
-from drumline.stages.cuda_graphs import NUM_WARM_UPS
+from drumline.stages.cuda_graphs import NUM_WARM_UPS, CudaGraph
 
 pytestmark = [needs_gpu_or_stand_in, pytest.mark.timeout(250)]
 
@@ -27,6 +35,18 @@ def test_tokens_over_a_static_cache_are_replayed_and_are_those_of_one_process(tm
     assert said == whole
     most = decode.COUNT - 1 - NUM_WARM_UPS
     assert num_replays in (most - 1, most)  # the first token teaches, if it comes with a mask
+
+
+@needs_gpu
+def test_random_numbers_and_replays_go_on_after_a_capture_that_failed():
+    ones, before, side = torch.ones(4, device=GPU), torch.cuda.current_stream(), torch.cuda.Stream()
+    good, bad = CudaGraph(GPU, side), CudaGraph(GPU, side)
+    good.capture(lambda: [ones * 2])
+    with pytest.raises(RuntimeError, match="captur"):
+        bad.capture(lambda: [ones * ones.sum().item()])
+    assert torch.cuda.current_stream() == before
+    assert 0 <= torch.rand(1, device=GPU).item() < 1
+    assert good.replay()[0].tolist() == [2.0] * 4
 
 
 def test_tokens_are_the_same_where_hidden_states_go_from_device_to_device(tmp_path):
