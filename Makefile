@@ -198,8 +198,8 @@ docs: .venv/ready
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The wheel comes from the sdist, one for all Pythons (abi3), and is checked where nothing else is:
-# it alone is installed and starts ranks, every extra of a user resolves, and the small ones install.
-EXTRAS := models vllm serve gguf plot complete mpi ray cuda12 cuda13
+# it alone is installed and starts ranks, large extras resolve, the others install.
+EXTRAS := vllm mpi ray cuda12 cuda13
 INSTALLED_EXTRAS := serve,gguf,plot,complete
 RELEASE := build/release
 CLEAN = env -u PYTHONPATH $(CURDIR)/$(RELEASE)/clean/bin

@@ -274,7 +274,7 @@ class P2PEngine:
         error = CommunicatorTimeout(
             f"{work.group.rank_name()} timed out after {timeout_s or work.group.timeout_s:g} s in "
             f"{work}. Does that rank make the matching call? Wait for longer, or give all calls "
-            "more time: init_process_group(timeout=...)."
+            "more time: Communicator(timeout_s=...) or init_process_group(timeout=...)."
         )
         if timeout_s:
             raise error
