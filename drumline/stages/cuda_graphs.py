@@ -59,8 +59,8 @@ class CudaGraph:
         try:
             self._capture(self._graph, work)
         except RuntimeError:
-            # Before 2.13 torch's generator stays in a capture that failed, and the next random number
-            # or replay would fail. A capture that does not fail takes it out.
+            # Before 2.13 torch's generator stays in a capture that failed, and the next random
+            # number or replay would fail. A capture that does not fail takes it out.
             self._capture(torch.cuda.CUDAGraph(), lambda: [torch.zeros(1, device=self._device)])
             raise
 
