@@ -184,7 +184,7 @@ def _sigterm_ends_well() -> Iterator[None]:
     try:
         yield
     except SystemExit as stopped:
-        launch_error = stopped.__context__
+        launch_error, previous = stopped.__context__, signal.SIG_IGN  # of a second one, at the end
         if isinstance(launch_error, launcher.LaunchError) and launch_error.failures:
             raise launch_error from None
     finally:
