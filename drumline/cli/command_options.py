@@ -146,8 +146,8 @@ def _job_of_front(options: argparse.Namespace) -> launcher.Job | None:
     nnodes = options.nnodes or 1
     if options.nnodes is None and (options.master_addr or options.master_port or options.node_rank):
         raise DrumlineError(
-            "--master-addr, --master-port and --node-rank are for several nodes; add --nnodes N, or "
-            "leave them out."
+            "--master-addr, --master-port and --node-rank are for several nodes; add --nnodes N, "
+            "or leave them out."
         )
     if not (options.restarts or nnodes > 1 or options.node_rank):
         return None

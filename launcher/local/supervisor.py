@@ -221,7 +221,7 @@ class Supervisor:
                 self._on_failure(rank)
 
     def _on_signal(self, number: int) -> None:
-        """Stop; a second SIGTERM is that of timeout(1), which sends two at once, and kills nobody."""
+        """Stop; a second SIGTERM kills nobody: timeout(1) sends two at once."""
         if number != signal.SIGTERM or not self.stop_requests or not self.server_lives:
             self._on_stop_signal(number)
 
