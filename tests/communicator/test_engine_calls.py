@@ -219,6 +219,26 @@ def test_closing_ends_what_was_started_and_later_calls_are_refused(on_ranks):
     on_ranks(body)
 
 
+def test_an_error_is_not_held_up_by_a_call_that_was_started(ranks):
+    """Leaving the `with` waited for the other ranks, which may have waited for this one."""
+    has_left = threading.Event()
+
+    def rank(info):
+        with Coordinator(info, timeout_s=30) as coor:
+            try:
+                with Communicator(coor, "shm", timeout_s=30) as comm:
+                    if comm.rank == 1:
+                        assert has_left.wait(20)
+                        return comm.start("allreduce", torch.ones(2)).wait().tolist()
+                    handle = comm.start("allreduce", torch.ones(2))
+                    raise KeyError
+            except KeyError:
+                has_left.set()
+                return handle.wait().tolist()
+
+    assert ranks(rank, 2) == [[2.0, 2.0]] * 2
+
+
 def test_handles_of_a_closed_communicator_are_refused(on_ranks):
     def body(comm):
         comm.close()
