@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, ProcessGroup
 
 from communicator import Communicator, CommunicatorError, CommunicatorTimeout
 from coordinator import Coordinator, CoordinatorError
@@ -49,6 +49,8 @@ def test_over_says_what_it_needs():
         Communicator.over("localhost:29500")
     with pytest.raises(ValueError, match="the rank of this process"):
         Communicator.over(HashStore(), rank=2, world_size=2)
+    with pytest.raises(ValueError, match="the backend as backend="):
+        Communicator.over(ProcessGroup(HashStore(), 0, 1), "tcp")
 
 
 def test_messages_posted_in_any_order_meet(on_ranks):
