@@ -157,3 +157,4 @@ def _serve(calls: Queue[Any]) -> None:
         call()
         del call  # with the tensors that it holds
         calls.task_done()
+    calls.task_done()  # of the None, so that join() returns after close() too

@@ -86,7 +86,7 @@ def test_abort_is_bounded_although_a_graph_lives(world_size):
 
 @pytest.mark.parametrize("mode", ["waiting", "blocking"])
 def test_a_killed_peer_is_named_by_the_survivors_in_time(mode):
-    ended = finish(start("killed_peer", 2, mode), 90)
+    ended = finish(start("killed_peer", 2, mode))
     assert ended[1][0] == -9
     assert ended[0][0] == 0, ended[0][1]
     said, took_s = result_of(ended[0][1])
@@ -94,7 +94,7 @@ def test_a_killed_peer_is_named_by_the_survivors_in_time(mode):
 
 
 def test_a_peer_that_is_killed_during_replays_is_named_by_check():
-    ended = finish(start("killed_in_replay", 2), 90)
+    ended = finish(start("killed_in_replay", 2))
     assert ended[1][0] == -9
     assert ended[0][0] == 0, ended[0][1]
     said, took_s, after = result_of(ended[0][1])

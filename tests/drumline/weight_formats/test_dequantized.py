@@ -248,6 +248,26 @@ def test_gptq_and_awq_are_unpacked_by_their_owner(
     assert_equal(found, expected)
 
 
+def test_copies_whose_integers_mean_other_weights_are_not_mixed(
+    checkpoints, ranks_or_errors, tmp_path
+):
+    """What is read is not compared where its meaning is in the config, which rank 1 went by."""
+    _, path = checkpoints.llama()
+    settings = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq"}
+    others = [settings, {**settings, "checkpoint_format": "gptq_v2"}]
+    folders = [
+        quantized_folder(path, tmp_path / f"copy{k}", lambda *_: None, other)
+        for k, other in enumerate(others)
+    ]
+
+    def rank(info):
+        with Coordinator(info, timeout_s=30) as coor:
+            drumline.load(folders[info.rank], coor=coor, dequantize=True).close()
+
+    for error in ranks_or_errors(rank, 2):
+        assert "checkpoint_format is gptq on rank 0 and gptq_v2 on rank 1" in str(error)
+
+
 @pytest.mark.parametrize("scale_shape", [(), (1,), (64,), (64, 1)])
 def test_integers_of_a_byte_have_one_scale_or_one_for_each_row(
     checkpoints, on_master, tmp_path, scale_shape
