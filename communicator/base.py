@@ -525,6 +525,9 @@ class Communicator(CollectivesFromP2P):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None and self._background is not None and not self._background.is_idle():
+            self._closed = True  # not to wait for ranks, which may be waiting for this one
+            return self._background.close(is_waiting=False)
         self.close()
 
     def __del__(self) -> None:

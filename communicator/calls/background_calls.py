@@ -90,6 +90,10 @@ class BackgroundCalls:
 
         return call
 
-    def close(self) -> None:
-        """Return when all have ended."""
-        self._queue.close()
+    def is_idle(self) -> bool:
+        """True if all have ended."""
+        return self._queue.is_idle()
+
+    def close(self, is_waiting: bool = True) -> None:
+        """Return when all have ended, or let them end by themselves."""
+        self._queue.close(is_waiting)

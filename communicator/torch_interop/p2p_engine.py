@@ -171,7 +171,7 @@ class _Packet:
         return not self.prefix and not self.nbytes
 
 
-@dataclass
+@dataclass(eq=False)
 class _Arrival:
     """A message for which no receive was posted. data: None if it was only offered."""
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, ProcessGroup
 
 from communicator import Communicator, CommunicatorError, CommunicatorTimeout
 from coordinator import Coordinator, CoordinatorError
@@ -49,6 +49,8 @@ def test_over_says_what_it_needs():
         Communicator.over("localhost:29500")
     with pytest.raises(ValueError, match="the rank of this process"):
         Communicator.over(HashStore(), rank=2, world_size=2)
+    with pytest.raises(ValueError, match="the backend as backend="):
+        Communicator.over(ProcessGroup(HashStore(), 0, 1), "tcp")
 
 
 def test_messages_posted_in_any_order_meet(on_ranks):
@@ -215,6 +217,26 @@ def test_closing_ends_what_was_started_and_later_calls_are_refused(on_ranks):
             comm.barrier()
 
     on_ranks(body)
+
+
+def test_an_error_is_not_held_up_by_a_call_that_was_started(ranks):
+    """Leaving the `with` waited for the other ranks, which may have waited for this one."""
+    has_left = threading.Event()
+
+    def rank(info):
+        with Coordinator(info, timeout_s=30) as coor:
+            try:
+                with Communicator(coor, "shm", timeout_s=30) as comm:
+                    if comm.rank == 1:
+                        assert has_left.wait(20)
+                        return comm.start("allreduce", torch.ones(2)).wait().tolist()
+                    handle = comm.start("allreduce", torch.ones(2))
+                    raise KeyError
+            except KeyError:
+                has_left.set()
+                return handle.wait().tolist()
+
+    assert ranks(rank, 2) == [[2.0, 2.0]] * 2
 
 
 def test_handles_of_a_closed_communicator_are_refused(on_ranks):

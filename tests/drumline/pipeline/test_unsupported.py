@@ -185,6 +185,24 @@ def test_what_layers_share_is_sealed_once_and_what_holds_nothing_not_at_all():
         shared.weight = nn.Parameter(torch.zeros(2, 2))
 
 
+def test_a_refused_use_is_told_without_what_transformers_was_doing(checkpoints, on_master):
+    """There were 40 lines around the one that says what to do. A caller's own frames stay."""
+
+    def num_frames(model, **options):
+        with pytest.raises(DrumlineError, match="output_attentions=True") as error:
+            model.generate(torch.arange(3, 9)[None], max_new_tokens=2, **options)
+        return len(error.traceback)
+
+    def work(model):
+        def ask(tokens, scores):
+            return model(tokens, output_attentions=True)
+
+        return num_frames(model, output_attentions=True), num_frames(model, logits_processor=[ask])
+
+    short, whole = on_master(checkpoints.llama()[1], 2, work)
+    assert short == 2 and whole > 10
+
+
 class Quantized(ABC, nn.Module):
     """As the layers of quanto are: another layout of the object than any other module's."""
 

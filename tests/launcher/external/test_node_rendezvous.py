@@ -266,6 +266,14 @@ def test_whoever_listens_for_nodes_decides_the_place_of_ranks_and_nothing_else()
         assert follower.join() == dataclasses.replace(job(1), **place)
 
 
+def test_lines_that_come_at_once_are_obeyed_at_once():
+    """A stop behind another line lay in a buffer until more came, seconds later."""
+    go = {"go": {"launch_id": "a", "nnodes": 2, "master_port": 2, "node_rank": 1}}
+    with followed(greeting(), json.dumps(go).encode(), b'{"stop": true}') as follower:
+        follower.join()
+        assert follower.is_over(1)
+
+
 @pytest.mark.parametrize("line", [b"\xfd\xfe\xfd", b"[" * 3000, b'{"node": 1}'])
 def test_what_answers_as_no_launch_does_is_not_blamed_on_the_address(line):
     with followed(line, stays=False) as follower:
