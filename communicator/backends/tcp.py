@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
@@ -13,7 +14,7 @@ import torch
 
 from communicator import timings
 from communicator.backends._tcp import ConnectionEnded, Engine
-from communicator.backends.byte_streams import configure
+from communicator.backends.byte_streams import USER_TIMEOUT_MS, configure
 from communicator.base import Capabilities, Communicator
 from communicator.calls import call_check
 from communicator.calls.async_work import AsyncWork, WorkQueue
@@ -41,6 +42,7 @@ KINDS = {"send": SEND, "recv": RECV}
 END_NOTICE, CLOSE_NOTICE = 2**64 - 1, 2**64 - 2
 DIRECTION = {"send": "send to", "recv": "recv from"}
 
+SILENT_S = USER_TIMEOUT_MS / 1e3  # of a peer's host, before the peer counts as lost
 CHECK_LINK = "Check the link between the hosts, and start all ranks again."
 
 
@@ -96,6 +98,8 @@ class Tcp(ScheduledCollectives, Communicator):
         self._remotes = {rank: link_state.remote_host(link) for rank, link in links.items()}
         for link in links.values():
             configure(link)
+            # Or the kernel ends it where a peer is late to receive; _check_wait looks instead.
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
         keys = {
             rank: link.take_keys()
             for rank, link in links.items()
@@ -311,8 +315,20 @@ class Tcp(ScheduledCollectives, Communicator):
             reason = LEFT if failures else None
             raise ConnectionLost(peers[0], str(error), reason, failures) from error
         for peer in peers:
+            if waited_s > SILENT_S:
+                self._check_network(peer)
             if self.coor.peers[peer].is_known_dead():
                 raise ConnectionLost(peer, "it died")
+
+    def _check_network(self, peer: int) -> None:
+        """Raise ConnectionLost if its host is silent; look twice: a probe may be on its way."""
+        failure = ""
+        for pause_s in (timings.TIMINGS.liveness_poll_s, 0.0):
+            failure = self._network_failure(peer, SILENT_S)
+            if not failure:
+                return
+            time.sleep(pause_s)
+        raise ConnectionLost(peer, failure, UNREACHABLE)
 
     # A failure within a call desynchronises the ranks, so it ends the communicator.
 
@@ -353,10 +369,10 @@ class Tcp(ScheduledCollectives, Communicator):
             f"with tensors of the same size?{describe_late(self.coor)}"
         )
 
-    def _network_failure(self, peer: int) -> str:
+    def _network_failure(self, peer: int, patience_s: float | None = None) -> str:
         """The network failure under the connection, if there is one; else ""."""
         with self._link(peer) as link:
-            return link_state.describe_silence(link, timings.TIMINGS.liveness_poll_s)
+            return link_state.describe_silence(link, patience_s or timings.TIMINGS.liveness_poll_s)
 
     def _lost_error(self, error: ConnectionLost, where: str) -> PeerLost:
         peer, why = self.coor.peers[error.peer], error.why.rstrip(".")

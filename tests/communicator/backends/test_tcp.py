@@ -15,6 +15,7 @@ from communicator import (
     PeerLost,
     conformance,
 )
+from communicator.backends.byte_streams import USER_TIMEOUT_MS
 from communicator.calls.dtypes import DTYPES, OPS
 from coordinator import Coordinator, DrumlineError
 
@@ -237,6 +238,20 @@ def test_nobody_comes_before_the_deadline_and_then_it_is_over(ranks):
                     comm.recv(torch.ones(1), 0)
 
     ranks(body, 2)
+
+
+@pytest.mark.soak
+def test_a_peer_that_is_late_to_receive_is_no_network_failure(ranks):
+    """The kernel ended the connection, with five seconds of what no buffer had room for."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=60) as coor, Communicator(coor, "tcp") as comm:
+            if comm.rank == 0:
+                return comm.send(torch.ones(10_000_000), 1)
+            time.sleep(2 * USER_TIMEOUT_MS / 1e3)
+            return comm.recv(torch.zeros(10_000_000), 0).sum().item()
+
+    assert ranks(body, 2) == [None, 1e7]
 
 
 def test_late_rank_is_named_and_hears_of_it_although_it_only_sends(ranks):
