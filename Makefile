@@ -89,8 +89,7 @@ cuda-check:
 	@csrc/scripts/check.sh
 
 # For a machine with a GPU: its own python3 and packages, nothing is fetched (tests/gpu/steps.py).
-# Where one is lent for ten minutes at a time: make gpu GPU_SECONDS=560 BENCHMARK_COMMIT=..., again and
-# again, until nothing is left out.
+# How to use it on a machine that is lent for minutes: docs/benchmarks.md, "On a GPU".
 GPU_PYTHON ?= python3
 GPU_RESULTS ?= $(or $(OUT),build)/gpu-results.tgz
 .PHONY: gpu
@@ -104,24 +103,24 @@ gpu:
 GPU_WHEELS := transformers==5.21.0 fastapi starlette uvicorn pydantic pydantic-core annotated-types \
     typing-inspection annotated-doc opentelemetry-api llguidance prometheus-client
 GLIBCS := _2_34 _2_31 _2_28 _2_27 _2_24 _2_17 2014 1
-GPU_DOWNLOAD = $(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp \
+GPU_DOWNLOAD = $(CURDIR)/$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --implementation cp \
     --python-version $(or $(GPU_PYTHON_VERSION),3.12) $(GLIBCS:%=--platform manylinux%_x86_64)
 PEERS := build/gpu-peers
 PEER_KERNEL = nvcc -O3 --threads 0 -w --expt-relaxed-constexpr -shared -Xcompiler -fPIC -cudart static
 .PHONY: gpu-parts
-gpu-parts:
+gpu-parts: .venv/ready
 	@rm -rf .gpu $(PEERS) && mkdir -p .gpu $(PEERS)
-	@$(PYTHON) setup.py -q build_ext --inplace && csrc/scripts/build_cuda.sh
+	@$(BIN)/python setup.py -q build_ext --inplace && csrc/scripts/build_cuda.sh
 	@tar czf .gpu/native.tgz $$(find $(LAYERS) -name '*.so') && csrc/scripts/digest.sh > .gpu/native.digest
 	@$(GPU_DOWNLOAD) -d .gpu $(GPU_WHEELS)
-	@TMPDIR=$(CURDIR)/$(PEERS) $(PYTHON) -m pip download --no-clean --no-deps --no-binary vllm \
+	@TMPDIR=$(CURDIR)/$(PEERS) $(BIN)/python -m pip download --no-clean --no-deps --no-binary vllm \
 	  --no-build-isolation -d $(PEERS) vllm==0.11.0 > $(PEERS)/log 2>&1 || true
 	@header=$$(find $(PEERS) -name custom_all_reduce.cuh) && $(PEER_KERNEL) -std=c++17 \
 	  -gencode arch=compute_80,code=sm_80 -gencode 'arch=compute_90,code=[sm_90,compute_90]' \
 	  -I $$(dirname $$header) benchmarks/vllm_allreduce.cu -o .gpu/libvllm_allreduce.so \
 	  || echo "== without vLLM's kernel"
 	@$(GPU_DOWNLOAD) -d $(PEERS) sglang==0.5.23 apache-tvm-ffi==0.1.11 && \
-	  python=$$(command -v $(PYTHON)) && cd $(PEERS) && for wheel in *.whl; do "$$python" -m zipfile -e $$wheel .; done
+	  cd $(PEERS) && for wheel in *.whl; do $(CURDIR)/$(BIN)/python -m zipfile -e $$wheel .; done
 	@$(PEER_KERNEL) -std=c++20 -gencode arch=compute_90,code=sm_90 -DSGL_CUDA_ARCH=900 \
 	  -I $(PEERS)/tvm_ffi/include $(patsubst %,-I $(PEERS)/sglang/kernels/jit/%,include csrc/distributed) \
 	  benchmarks/sglang_allreduce.cu -o .gpu/libsglang_allreduce.so || echo "== without SGLang's kernel"
@@ -199,8 +198,8 @@ docs: .venv/ready
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The wheel comes from the sdist, one for all Pythons (abi3), and is checked where nothing else is:
-# it alone is installed and starts ranks, every extra of a user resolves, and the small ones install.
-EXTRAS := models vllm serve gguf plot complete mpi ray cuda12 cuda13
+# it alone is installed and starts ranks, large extras resolve, the others install.
+EXTRAS := vllm mpi ray cuda12 cuda13
 INSTALLED_EXTRAS := serve,gguf,plot,complete
 RELEASE := build/release
 CLEAN = env -u PYTHONPATH $(CURDIR)/$(RELEASE)/clean/bin

@@ -41,7 +41,7 @@ from tests.gpu.test_oneshot import Ranks, sort_places, values
 ROOT = Path(__file__).parents[1]
 CALLS, ROUNDS = 2000, 15
 LIVES, LIVES_S = 1000, 120
-CASE_S = 240  # for one case of several ranks
+CASE_S = int(os.environ.get("STEP_S", 250)) - 10  # for one case of several ranks
 SANITIZERS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 SANITIZER_S = 200
 

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from communicator.base import Capabilities, Communicator
 from communicator.calls.dtypes import DTYPES, OPS, DtypeInfo, OpInfo, dtype_info, op_name
 from communicator.errors import CommunicatorError, CommunicatorTimeout, PeerLost, Unsupported
-from communicator.selection import backend_class, backend_names
+from communicator.selection import backend_class, backend_names, import_builtin
 
 try:
     __version__ = version("drumline")
@@ -30,5 +30,6 @@ __all__ = [
     "backend_class",
     "backend_names",
     "dtype_info",
+    "import_builtin",
     "op_name",
 ]

@@ -10,6 +10,7 @@ and is overridden, one `do_` method at a time, where the backend does better.
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -146,7 +147,7 @@ class Communicator(CollectivesFromP2P):
         self.timeout_s = coor.timeout_s if timeout_s is None else timeout_s
         if reason := self.why_unencrypted(coor):
             raise Unsupported(f"{self._me}: {self.name}: {reason}")
-        self._closed, self._pid = False, os.getpid()
+        self._closed, self._pid, self._opening = False, os.getpid(), threading.Lock()
         self._choice = {"backend": backend, "timeout_s": self.timeout_s, **options}
         _live.add(self)
         self._is_gpu_named = device is not None
@@ -393,8 +394,10 @@ class Communicator(CollectivesFromP2P):
         tensor_dict.write(self, "send_tensors", values, lambda tensor: self.send(tensor, dst))
 
     def recv_tensors(self, src: int) -> dict[str, Any]:
-        """The dict that rank src sends, in new tensors."""
+        """The dict that rank src sends, in new tensors. Not inside a group()."""
         check_peer(self._me, "recv_tensors", src, self.world_size, "src")
+        if self._pending is not None:
+            raise CommunicatorError(f"{self._me}: recv_tensors inside a group(). Call it after it.")
         return tensor_dict.read(self, lambda tensor: self.recv(tensor, src))
 
     def broadcast_tensors(
@@ -431,11 +434,12 @@ class Communicator(CollectivesFromP2P):
 
         On the CPU it runs on a thread, after those that were started before it, and other calls of
         this communicator wait for all of them; on CUDA it is enqueued. Tensors that it takes must
-        not be touched until its handle was waited for.
+        not be touched until its handle was waited for, which alone raises what the call raised.
         """
         self._check_open(call)
-        if self._background is None:
-            self._background = BackgroundCalls(self)
+        with self._opening:
+            if self._background is None:
+                self._background = BackgroundCalls(self)
         return self._background.start(call, args, kwargs)
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
@@ -493,9 +497,9 @@ class Communicator(CollectivesFromP2P):
         call: abort() ends that first, where there is one.
         """
         if not self._closed and self._pid == os.getpid():
-            self._closed = True
             if self._background is not None:
-                self._background.close()
+                self._background.close()  # what was started still runs
+            self._closed = True
             if self._messages is not None:
                 self._messages.close()
             self.do_close()
@@ -521,6 +525,9 @@ class Communicator(CollectivesFromP2P):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None and self._background is not None and not self._background.is_idle():
+            self._closed = True  # not to wait for ranks, which may be waiting for this one
+            return self._background.close(is_waiting=False)
         self.close()
 
     def __del__(self) -> None:
@@ -597,18 +604,25 @@ class Communicator(CollectivesFromP2P):
 
     def disown(self) -> None:
         """In a forked child: refuse its calls, which the peers would take for those of the rank."""
-        self._disowned = CommunicatorError(
+        error = self._disowned = CommunicatorError(
             f"{self._me}: process {os.getpid()} was forked from the rank and cannot use its "
             "communicator: the peers would take it for the rank. Call from the rank itself, or "
             "start the process as a rank of its own."
         )
 
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise error
+
+        # Before they wait for a lock that another thread held, which is not in the child.
+        self.__dict__.update(dict.fromkeys((*TRACED, "barrier", "group"), refuse))
+
     def _start_message(self, kind: str, tensor: torch.Tensor, peer: int) -> CallHandle:
         self._note_peer(peer)
-        if self._messages is None:
-            from communicator.torch_interop.async_messages import open_messages  # imports this
+        with self._opening:
+            if self._messages is None:
+                from communicator.torch_interop.async_messages import open_messages  # imports this
 
-            self._messages = open_messages(self)
+                self._messages = open_messages(self)
         return CallHandle(self._messages.start(kind, tensor, peer), lambda: tensor)
 
     def _post(self, kind: str, tensor: torch.Tensor, peer: int) -> None:

@@ -1,11 +1,12 @@
 """Selection of a backend: the requested one, or the best that every rank can use.
 
 Backends are found by name, here or among the entry points of the group `communicator.backends`
-(name -> subclass of Communicator). Nothing is imported before it is requested.
+(name -> subclass of Communicator). No plugin is imported before it is requested.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -36,6 +37,14 @@ ALIASES = {"hybrid": "hierarchical"}
 def backend_names() -> list[str]:
     """The names of all backends, built in or installed."""
     return sorted({*BUILTIN, *(point.name for point in _entry_points())})
+
+
+def import_builtin() -> None:
+    """Import now what the first choice of a backend would, but for plugins."""
+    for name in backend_names():
+        if name in BUILTIN:
+            with contextlib.suppress(Unsupported):
+                backend_class(name)
 
 
 def backend_class(name: str) -> type[Communicator]:

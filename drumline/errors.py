@@ -5,6 +5,7 @@ DrumlineError
  |- CheckpointError        a file or tensor is missing, surplus, truncated or of another shape
  |- StageError             a layer raised on the rank that owns it
  |- MissingPackage         a package of an extra is not installed, or too old
+ |- RefusedUse             an option or a cache that a split model cannot take; nothing has run
  |- RemoteLayerError       assignment to a layer on another rank (pipeline/unsupported.py)
  |- ServerBusy, RequestTooLarge, ServerStopping  of a server (serving/scheduler.py)
  `- PeerLost               a rank died or left while others needed it: the Coordinator's class
@@ -36,6 +37,10 @@ class CheckpointError(DrumlineError):
     """The checkpoint and the model disagree; every rank raises this before serving starts."""
 
 
+class RefusedUse(DrumlineError):
+    """A model over several ranks is asked for what it cannot do; no layer has run for it."""
+
+
 class StageError(DrumlineError):
     """A layer raised on its owner; the message carries the remote traceback."""
 
@@ -62,8 +67,8 @@ def short_traceback(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return function(*args, **kwargs)
-        except (PlanError, CheckpointError) as error:
-            if _is_unexpected(error.__cause__):
+        except (PlanError, CheckpointError, RefusedUse) as error:
+            if _is_unexpected(error.__cause__) or _passed_a_script(error):
                 raise
             log.debug("%s", error, exc_info=error)
             raise error.with_traceback(None) from None
@@ -77,6 +82,13 @@ def _is_unexpected(cause: BaseException | None) -> bool:
     return cause is not None and not (
         isinstance(cause, own) and not _is_unexpected(cause.__cause__)
     )
+
+
+def _passed_a_script(error: DrumlineError) -> bool:
+    """True for a use of a model within code of the caller's, such as a logits processor."""
+    frames = traceback.walk_tb(error.__traceback__ if isinstance(error, RefusedUse) else None)
+    names = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in frames}
+    return not names <= {"drumline", "transformers", "torch"}
 
 
 def describe_error(error: BaseException) -> str:

@@ -88,9 +88,18 @@ def test_a_request_ends_at_its_last_token_and_frees_its_slot(nano):
     assert scheduler.plan() is nano.STOP
 
 
-def test_a_request_that_does_not_fit_is_refused(nano):
+@pytest.mark.parametrize(("prompt", "max_new_tokens"), [([1] * 5, 4), ([], 4), ([1], 0)])
+def test_a_request_that_does_not_fit_is_refused(nano, prompt, max_new_tokens):
     with pytest.raises(ValueError, match="larger length"):
-        nano.Scheduler(slots=1, length=8).add(nano.Request([1] * 5, 4))
+        nano.Scheduler(slots=1, length=8).add(nano.Request(prompt, max_new_tokens))
+
+
+@pytest.mark.parametrize("token", [-1, 96])
+def test_a_token_that_is_not_in_the_vocabulary_is_refused(nano, model, tmp_path, token):
+    with Coordinator() as coor, Communicator(coor) as comm:
+        engine = nano.Engine(tmp_path, coor, comm)
+        with pytest.raises(ValueError, match="the vocabulary has 96 tokens"):
+            engine.generate([[token]], 1)
 
 
 def test_the_engine_is_read_in_one_sitting():

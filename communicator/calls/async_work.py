@@ -132,9 +132,11 @@ class WorkQueue:
 
     def run_or_submit(self, call: Callable[[], object], result: list[torch.Tensor]) -> AsyncWork:
         """Run the call on this thread if none is before it: no thread need wake. Or submit it."""
-        if self._calls.unfinished_tasks:
-            return self.submit(call, result)
-        return self.run(call, result)
+        return self.run(call, result) if self.is_idle() else self.submit(call, result)
+
+    def is_idle(self) -> bool:
+        """True if all calls that were submitted have ended."""
+        return not self._calls.unfinished_tasks
 
     def is_current(self, thread: threading.Thread) -> bool:
         """True for the thread of this queue."""
@@ -144,11 +146,12 @@ class WorkQueue:
         """Return when all calls that were submitted have ended."""
         self._calls.join()
 
-    def close(self) -> None:
-        """Return when all calls have ended."""
+    def close(self, is_waiting: bool = True) -> None:
+        """Return when all calls have ended, or let them end by themselves."""
         if self._thread is not None:
             self._calls.put(None)
-            self._thread.join()
+            if is_waiting:
+                self._thread.join()
 
 
 @torch.inference_mode()  # so that it may write to any tensor, as a caller in that mode could
@@ -157,3 +160,4 @@ def _serve(calls: Queue[Any]) -> None:
         call()
         del call  # with the tensors that it holds
         calls.task_done()
+    calls.task_done()  # of the None, so that join() returns after close() too

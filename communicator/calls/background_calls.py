@@ -7,6 +7,7 @@ handle.wait(timeout_s=5)
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from communicator.calls.async_work import NO_TIMEOUT, AsyncWork, WorkQueue
+from communicator.errors import CommunicatorError
 
 if TYPE_CHECKING:
     from communicator.base import Communicator
@@ -37,13 +39,18 @@ class CallHandle:
     """A call that was started."""
 
     def __init__(self, work: AsyncWork, result: Callable[[], Any]) -> None:
-        self._work, self._result = work, result
+        self._work, self._result, self._pid = work, result, os.getpid()
 
     def wait(self, timeout_s: float | None = None) -> Any:
         """The result of the call. Raises what it raised.
 
         timeout_s: CommunicatorTimeout after so long, and the call goes on. None: its own deadline.
         """
+        if os.getpid() != self._pid:  # whose threads it would wait for, and take its messages
+            raise CommunicatorError(
+                f"process {os.getpid()} was forked from {self._pid}, which started this call and "
+                "alone can wait for it."
+            )
         limit = NO_TIMEOUT if timeout_s is None else timedelta(seconds=max(timeout_s, 1e-6))
         self._work.wait(limit)
         return self._result()
@@ -83,6 +90,10 @@ class BackgroundCalls:
 
         return call
 
-    def close(self) -> None:
-        """Return when all have ended."""
-        self._queue.close()
+    def is_idle(self) -> bool:
+        """True if all have ended."""
+        return self._queue.is_idle()
+
+    def close(self, is_waiting: bool = True) -> None:
+        """Return when all have ended, or let them end by themselves."""
+        self._queue.close(is_waiting)

@@ -171,7 +171,7 @@ class _Packet:
         return not self.prefix and not self.nbytes
 
 
-@dataclass
+@dataclass(eq=False)
 class _Arrival:
     """A message for which no receive was posted. data: None if it was only offered."""
 
@@ -274,7 +274,7 @@ class P2PEngine:
         error = CommunicatorTimeout(
             f"{work.group.rank_name()} timed out after {timeout_s or work.group.timeout_s:g} s in "
             f"{work}. Does that rank make the matching call? Wait for longer, or give all calls "
-            "more time: init_process_group(timeout=...)."
+            "more time: Communicator(timeout_s=...) or init_process_group(timeout=...)."
         )
         if timeout_s:
             raise error

@@ -404,6 +404,11 @@ def coordinator_over(
 ) -> StoreCoordinator:
     """The Coordinator of a process group, or of the ranks that share a store. Collective."""
     if isinstance(ranks, ProcessGroup):
+        if rank is not None or world_size is not None:
+            raise ValueError(
+                f"Communicator.over(group, {rank!r}, {world_size!r}): the group knows its ranks. "
+                "Pass rank and world_size with a Store alone, and the backend as backend=."
+            )
         store = PrefixStore(APART, _get_process_group_store(ranks))
         global_ranks = _world.pg_group_ranks.get(
             ranks, {}

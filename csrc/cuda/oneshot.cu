@@ -234,14 +234,13 @@ struct Kernels {
         return code != cudaSuccess ? code : cudaFuncGetAttributes(&attributes, two_shot<T, WORLD>);
     }
 
-    static cudaError_t launch(const oneshot_call& call, const Params& params) {
+    static cudaError_t launch(const oneshot_call& call, Params params) {
         dim3 grid(call.blocks, call.num_here);
-        cudaStream_t stream = static_cast<cudaStream_t>(call.stream);
-        if (call.algorithm == ONESHOT_TWO)
-            two_shot<T, WORLD><<<grid, THREADS, 0, stream>>>(params);
-        else
-            one_shot<T, WORLD><<<grid, THREADS, 0, stream>>>(params);
-        return cudaGetLastError();
+        auto kernel = call.algorithm == ONESHOT_TWO ? two_shot<T, WORLD> : one_shot<T, WORLD>;
+        void* arguments[] = {&params};
+        // cudaGetLastError would also tell what failed before, of a launch that did not.
+        return cudaLaunchKernel(kernel, grid, dim3(THREADS), arguments, 0,
+                                static_cast<cudaStream_t>(call.stream));
     }
 };
 

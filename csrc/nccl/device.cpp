@@ -7,6 +7,8 @@
 namespace {
 
 constexpr int CAPTURE_ACTIVE = 1;           // CU_STREAM_CAPTURE_STATUS_ACTIVE
+constexpr int CAPTURE_INVALIDATED = 2;      // CU_STREAM_CAPTURE_STATUS_INVALIDATED
+constexpr int INVALIDATED = 901;            // CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
 constexpr unsigned NO_DESTRUCTOR_SYNC = 1;  // CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
 constexpr unsigned MOVE = 1;                // CU_GRAPH_USER_OBJECT_MOVE
 
@@ -100,6 +102,8 @@ int GraphCount::note_capture(const DeviceLibrary& library, void* stream, bool* i
         code = library.capture_info(stream, &status, &id, &graph, nullptr, nullptr);
     else if (library.capture_info_v3 != nullptr)
         code = library.capture_info_v3(stream, &status, &id, &graph, nullptr, nullptr, nullptr);
+    // NCCL would take the stream for one that is not captured, fail to launch, and be broken.
+    if (code == 0 && status == CAPTURE_INVALIDATED) code = INVALIDATED;
     *is_capturing = code == 0 && status == CAPTURE_ACTIVE;
     if (!*is_capturing || id == last_capture_ || library.create_object == nullptr ||
         library.retain_object == nullptr || library.release_object == nullptr)

@@ -81,7 +81,19 @@ def load_shard(
         )
     _check(path, report, read_index(path), {})
     model.__class__ = cls
+    if hasattr(model, "ct_decompress_hook"):
+        _decompress(model)
     return model
+
+
+def _decompress(model: Any) -> None:
+    """Do what compressed-tensors does in the first pass of a whole model, to what is here."""
+    from compressed_tensors.compressors import decompress_module
+
+    for module in model.modules():
+        if not any(tensor.is_meta for tensor in module._parameters.values() if tensor is not None):
+            decompress_module(module)
+    model.hf_quantizer.compressor.remove_decompression_hook(model)
 
 
 def _reading(

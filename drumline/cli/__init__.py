@@ -41,7 +41,7 @@ DELEGATED = {
 }
 """Commands of the layers below: the module whose main() runs each, and its help."""
 DESCRIPTION = "Start ranks, check this machine, and run one model over the devices of every rank."
-USER_ERRORS = ("CheckpointError", "DrumlineError", "PlanError")
+USER_ERRORS = ("CheckpointError", "DrumlineError", "PlanError", "RefusedUse")
 INTERRUPTED_CODE = 130  # 128 + SIGINT, as shells report it
 EPILOG = """\
 exit codes: 0 done; 1 it could not be done, and why is printed; 2 wrong usage; 130 interrupted;

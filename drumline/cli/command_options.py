@@ -143,7 +143,13 @@ def _job_of_front(options: argparse.Namespace) -> launcher.Job | None:
     """The ranks of this node behind a front; None if the front is rank 0 itself."""
     from drumline.errors import DrumlineError
 
-    if not (options.restarts or options.nnodes > 1 or options.node_rank):
+    nnodes = options.nnodes or 1
+    if options.nnodes is None and (options.master_addr or options.master_port or options.node_rank):
+        raise DrumlineError(
+            "--master-addr, --master-port and --node-rank are for several nodes; add --nnodes N, "
+            "or leave them out."
+        )
+    if not (options.restarts or nnodes > 1 or options.node_rank):
         return None
     if launcher.current().world_size > 1:
         raise DrumlineError(
@@ -151,9 +157,9 @@ def _job_of_front(options: argparse.Namespace) -> launcher.Job | None:
             "another launcher has started these; leave them out, and have that launcher start "
             "them again (`drumline run --max-restarts`), or give -n N without that launcher."
         )
-    if options.nnodes > 1 and options.master_addr is None:
+    if nnodes > 1 and options.master_addr is None:
         raise DrumlineError(
-            f"--nnodes {options.nnodes} needs --master-addr ADDRESS, of the first node, in the "
+            f"--nnodes {nnodes} needs --master-addr ADDRESS, of the first node, in the "
             "command of each; but for --node-rank, these are the same."
         )
     worker = "drumline.serving.front.rank_worker"
@@ -162,7 +168,7 @@ def _job_of_front(options: argparse.Namespace) -> launcher.Job | None:
         return launcher.Job(
             launcher.Target("function", f"{worker}:serve_front"),
             nprocs=options.ranks,
-            nnodes=options.nnodes,
+            nnodes=nnodes,
             node_rank=options.node_rank,
             master_port=options.master_port,
             launch_id="drumline serve",
@@ -184,7 +190,7 @@ def _sigterm_ends_well() -> Iterator[None]:
     try:
         yield
     except SystemExit as stopped:
-        launch_error = stopped.__context__
+        launch_error, previous = stopped.__context__, signal.SIG_IGN  # of a second one, at the end
         if isinstance(launch_error, launcher.LaunchError) and launch_error.failures:
             raise launch_error from None
     finally:
@@ -218,7 +224,7 @@ def _check_model(options: argparse.Namespace) -> list[str] | None:
     from drumline.checkpoint.json_files import check_has_config
 
     world_size = launcher.current().world_size
-    nnodes, node_rank = getattr(options, "nnodes", 1), getattr(options, "node_rank", 0)
+    nnodes, node_rank = getattr(options, "nnodes", None) or 1, getattr(options, "node_rank", 0)
     is_gguf = options.gguf_file or Path(options.model).suffix == ".gguf"
     starts_ranks = world_size == 1 < options.ranks * nnodes
     if starts_ranks and node_rank == 0 and not is_gguf:  # or the files may be on another machine
@@ -374,7 +380,12 @@ _SERVE_OPTIONS = (
         type=at_least(2),
         metavar="TOKENS",
     ),
-    _count("--nnodes", "number of nodes, each with this command", 1),
+    _option(
+        "--nnodes",
+        "number of nodes, each with this command; default: 1",
+        type=at_least(1),
+        metavar="N",
+    ),
     _count("--node-rank", "the index of this node", 0, low=0),
     _option(
         "--master-addr", "address of the first node; default: none, for one node", metavar="ADDRESS"

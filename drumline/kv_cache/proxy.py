@@ -18,7 +18,7 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from drumline.core.pytree import full_name
-from drumline.errors import DrumlineError
+from drumline.errors import DrumlineError, RefusedUse
 from drumline.kv_cache import placeholder
 from drumline.kv_cache.merge_caches import merge_caches
 from drumline.kv_cache.owner import (
@@ -149,7 +149,7 @@ def cache_number(cache: Cache, op_log: CacheOpLog, layers: Iterable[int] = ()) -
     """
     if isinstance(cache, CacheProxy):
         if cache.op_log is not op_log:
-            raise DrumlineError(
+            raise RefusedUse(
                 "this cache belongs to another distributed model, whose ranks hold its keys and "
                 "values; start from an empty cache."
             )
@@ -203,7 +203,7 @@ def _check_empty(cache: Cache, layers: Iterable[int]) -> None:
         version = placeholder.version_of(_layer(cache, index))
         if version.length or version.has_state or (is_own(cache) and len(cache)):
             content = f"{version.length} tokens" if version.length else "a state"
-            raise DrumlineError(
+            raise RefusedUse(
                 f"this cache came with {content} in layer {index}, of which the rank that holds "
                 "the layer knows nothing, so its tokens would be wrong; start from an empty cache, "
                 "and change one with its own methods (crop, batch_select_indices, reorder_cache) "
@@ -236,7 +236,7 @@ def _build_arguments(cache: Cache) -> tuple[Any, ...]:
         return "own", full_name(type(cache)), None
     else:
         kind = type(cache).__name__
-    raise DrumlineError(
+    raise RefusedUse(
         f"a {kind or 'cache that offloads'} cannot be kept on other ranks, so its keys and values "
         "would be lost; use a dynamic or static cache. For a model that has no other, pass "
         "use_cache=False, or load it on one rank."

@@ -79,6 +79,8 @@ class WeightPrefetcher:
     ):
         self.away, self.device = dict(away), device
         self.modules = {name: model.get_submodule(name) for name in away}
+        # Of its own, for copies beside the layers; one, for the allocator keeps memory for each.
+        self.stream = None if device.type == "cpu" else torch.Stream(device)
         names = list(away)
         self.next = dict(zip(names, [*names[1:], *names[:1]], strict=True))
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="drumline-prefetch")
@@ -112,9 +114,7 @@ class WeightPrefetcher:
         return self.thread.submit(self._fetch, name)
 
     def _fetch(self, name: str) -> Tensors:
-        # Copies to an accelerator have a stream of their own, concurrent with the layers.
-        is_cpu = self.device.type == "cpu"
-        with contextlib.nullcontext() if is_cpu else torch.Stream(self.device):
+        with self.stream or contextlib.nullcontext():
             return self.away[name].fetch(self._allocate, self.device)
 
     def _allocate(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from drumline.checkpoint.plan_executor import LoadStats
 from drumline.core.device_map import DeviceMap
-from drumline.errors import DrumlineError, exit_code
+from drumline.errors import DrumlineError, RefusedUse, exit_code
 from drumline.offload.prefetcher import WeightPrefetcher
 from drumline.pipeline import unsupported
 from drumline.pipeline.driver import PipelineDriver
@@ -161,7 +161,7 @@ def _fetch_input(module: nn.Module, args: Any) -> Any:
 def _refuse_inner_outputs(module: nn.Module, args: Any, kwargs: Any) -> None:
     for name in ("output_attentions", "output_router_logits"):
         if _is_requested(name, module, kwargs):
-            raise DrumlineError(
+            raise RefusedUse(
                 f"rank 0: {name}=True, but these are made inside the layers and do not leave their "
                 f"ranks, so some would be missing; pass {name}=False or set it so in model.config, "
                 "or load the model on one rank."

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from drumline.errors import DrumlineError
+from drumline.errors import DrumlineError, short_traceback
 from drumline.kv_cache.merge_caches import can_be_merged, has_known_layers
 from drumline.kv_cache.proxy import CacheProxy, merge_proxies
 from drumline.pipeline import microbatch
@@ -78,6 +78,7 @@ class MicrobatchMixin:
             merge_proxies(cache, [part["past_key_values"] for part in parts])
         return _merge_outputs(outputs, cache)
 
+    @short_traceback
     def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         whole: Whole = super().generate  # type: ignore[misc]
         is_tokens = getattr(self, "main_input_name", "") == "input_ids"

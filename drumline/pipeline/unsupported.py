@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import output_capturing
 
 from drumline.checkpoint.json_files import MERGE_ADAPTER
-from drumline.errors import DrumlineError
+from drumline.errors import DrumlineError, RefusedUse
 
 NO_TRAINING = "it is for inference, under torch.no_grad(); train on a model that is whole"
 NOT_COMPILED = "leave its forward as it is, for it waits for other ranks in every pass"
@@ -61,7 +61,7 @@ class AttentionConfigs:
         for config, loaded, name in self._loaded.values():
             now = config._attn_implementation
             if now != loaded:
-                raise DrumlineError(
+                raise RefusedUse(
                     f"rank 0: the attention of {name} was changed from {loaded} to {now} after "
                     "loading, of which the rank that runs it knows nothing, so masks would not be "
                     f"those that it takes; load the model with attn_implementation={now!r}, or "

@@ -54,7 +54,8 @@ def build_as_kept(
     own = copy.deepcopy(config)
     with model_building(cls):
         quantizer, own, _ = get_hf_quantizer(own, quantization_config, {"": "cpu"}, True, {})
-    if quantizer is None:
+    method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
+    if quantizer is None or method == "compressed-tensors":  # which decompresses before it computes
         return build_on_meta(cls, config, dtype), nbytes_of_tensor
     model = build_on_meta(cls, own, quantizer.update_dtype(dtype))
     with model_building(cls), init_on_meta():

@@ -179,8 +179,8 @@ class Service:
 
     def fail(self, failure: PeerLost) -> None:
         """Note that the model has lost a rank, so that nothing can run any more."""
+        self.status.failures += failure.failures  # before: the last report is that of a failure
         self.failure = self.failure or failure
-        self.status.failures += failure.failures
 
     async def get_health(self) -> Response:
         if self.failure is not None:

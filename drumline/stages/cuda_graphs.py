@@ -56,10 +56,21 @@ class CudaGraph:
 
     def capture(self, work: Callable[[], list[torch.Tensor]]) -> None:
         """Note what `work` would do, without doing it. RuntimeError if that cannot be."""
+        try:
+            self._capture(self._graph, work)
+        except RuntimeError:
+            # Before 2.13 torch's generator stays in a capture that failed, and the next random
+            # number or replay would fail. A capture that does not fail takes it out.
+            self._capture(torch.cuda.CUDAGraph(), lambda: [torch.zeros(1, device=self._device)])
+            raise
+
+    def _capture(self, graph: Any, work: Callable[[], list[torch.Tensor]]) -> None:
         with (
             torch.cuda.device(self._device),
+            # After a capture that failed, torch leaves its stream the current one.
+            torch.cuda.stream(torch.cuda.current_stream(self._device)),
             # thread_local: other ranks may be threads of this process
-            torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
         ):
             self._made = work()
 

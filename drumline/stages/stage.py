@@ -112,9 +112,17 @@ class Stage:
         self._current_step = ""  # for the error that it raises
         message_trace.trace_stage(self)
 
-    @torch.inference_mode()
     def serve(self) -> int:
         """Until the master leaves; its exit code. Raises PeerLost if a neighbour dies instead."""
+        with torch.inference_mode() if self._is_plain() else torch.no_grad():
+            return self._serve()
+
+    def _is_plain(self) -> bool:
+        """True if all weights are tensors of torch itself; quanto's take no inference mode."""
+        weights = itertools.chain(*(m._parameters.values() for m in self.modules.values()))
+        return {type(weight) for weight in weights} <= {nn.Parameter, type(None)}
+
+    def _serve(self) -> int:
         while True:
             self._prebuilt = None
             message = self.ring.receive(self._prebuild_call)

@@ -16,7 +16,7 @@ import torch
 from coordinator import Coordinator
 from drumline.checkpoint.config_files import read_config, remote_class
 from drumline.checkpoint.source import CheckpointFiles, choose_config, find_checkpoint
-from drumline.core.consistency import run_on_all_ranks
+from drumline.core.consistency import check_same_on_all_ranks, run_on_all_ranks
 from drumline.core.device_map import DeviceMap, ModelProfile, Place
 from drumline.errors import CheckpointError, DrumlineError, PlanError
 from drumline.planner import model_profile
@@ -65,6 +65,7 @@ def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOption
     kind = run_on_all_ranks(coor, lambda: _model_class(source, options))
     dtype = checkpoint_dtype(options.dtype, source.config)
     if options.dequantize:
+        check_same_on_all_ranks(coor, {"config": source.config.to_json_string()})
         source = run_on_all_ranks(coor, lambda: read_dequantized(source, dtype))
     model, parts = run_on_all_ranks(
         coor, lambda: model_on_meta(kind, source.config, dtype, options)

@@ -10,13 +10,15 @@ from typing import Any, NoReturn
 
 import torch
 
-from communicator import Communicator
+from communicator import Communicator, import_builtin
 from coordinator import Coordinator
 from drumline.errors import DrumlineError, PeerLost, WorkerExit
 from drumline.stages.stage import Stage
 from drumline.timings import TIMINGS
 
 log = logging.getLogger("drumline")
+
+import_builtin()  # once for all ranks, where a launcher imports this before it forks them
 
 
 def open_message_communicator(coor: Coordinator, backend: str | None) -> Communicator:

@@ -60,7 +60,13 @@ def read_dequantized(source: CheckpointFiles, dtype: torch.dtype) -> CheckpointF
             f"{source.path} is quantized by {method}, and what is dequantized while it is read is "
             f"{', '.join(METHODS)}; load it without dequantize=True, or save it once dequantized."
         )
-    derived = list(METHODS[method](source.path, source.index, settings))
+    try:
+        derived = list(METHODS[method](source.path, source.index, settings))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{source.path}: the quantization_config in config.json is none of {method} "
+            f"({error!r}); copy it again."
+        ) from error
     used = {name for _, _, names in derived for name in names}
     name = str(dtype_info(dtype).safetensors)
     index = {key: replace(weight, dtype=name) for key, weight, _ in derived}
@@ -157,8 +163,10 @@ class PackedWeight(ComputedTensor):
         (row, column), (rows, columns) = region.start, region.size
         spans = [(row, rows), (column, columns)]
         values = _unpacked(reader, self.packed, self.num_bits, 1, spans).float()
-        at = self._groups(reader, column, columns)
         num_groups = self.scales.stored.shape[1]
+        at = torch.arange(column, column + columns) // self.scales.block[1]
+        if self.groups is not None:
+            at = _stored_groups(reader, self.groups, (column, columns), num_groups)
         if self.zeros is None:
             values -= 1 << self.num_bits - 1
         else:
@@ -168,11 +176,6 @@ class PackedWeight(ComputedTensor):
         by_group = replace(self.scales, block=(self.scales.block[0], 1))
         scales = by_group.spread(reader, Region((row, 0), (rows, num_groups)))
         out.copy_(values * scales.index_select(1, at))
-
-    def _groups(self, reader: TensorReader, column: int, columns: int) -> torch.Tensor:
-        if self.groups is not None:
-            return reader.box(self.groups, Region((column,), (columns,))).long()
-        return torch.arange(column, column + columns) // self.scales.block[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,10 +200,10 @@ class TransposedWeight(ComputedTensor):
 
     def compute(self, reader: TensorReader, region: Region, out: torch.Tensor) -> None:
         (row, column), (rows, columns) = region.start, region.size
+        all_groups = (0, self.scales.shape[0])
         at = torch.arange(column, column + columns) // self.group_size
         if self.groups is not None:
-            at = reader.box(self.groups, Region((column,), (columns,))).long()
-        all_groups = (0, self.scales.shape[0])
+            at = _stored_groups(reader, self.groups, (column, columns), all_groups[1])
         spans = [(column, columns), (row, rows)]
         values = _unpacked(reader, self.packed, self.num_bits, self.dim, spans, self.order)
         spans = [all_groups, (row, rows)]
@@ -208,6 +211,19 @@ class TransposedWeight(ComputedTensor):
         zeros &= (1 << self.num_bits) - 1
         scales = reader.box(self.scales, Region((0, row), (all_groups[1], rows))).float()
         out.copy_(((values - zeros[at]) * scales[at]).T)
+
+
+def _stored_groups(
+    reader: TensorReader, stored: StoredTensor, span: tuple[int, int], num_groups: int
+) -> torch.Tensor:
+    """The group of each column of a span, which is its start and size."""
+    groups = reader.box(stored, Region(span[:1], span[1:])).long()
+    for group in groups[(groups < 0) | (groups >= num_groups)].tolist():
+        raise CheckpointError(
+            f"{stored.file}: a column of a quantized weight is in group {group} of {num_groups}, "
+            "so nothing says what it is; copy it again."
+        )
+    return groups
 
 
 def _unpacked(
@@ -271,8 +287,10 @@ def _mxfp4(path: Path, index: Index, settings: Mapping[str, Any]) -> Derived:
 def _compressed(path: Path, index: Index, settings: Mapping[str, Any]) -> Derived:
     """Packed integers; beside them, and without them, what has one byte an element."""
     groups = [*(settings.get("config_groups") or {}).values()]
-    bits = {(group.get("weights") or {}).get("num_bits", 0) for group in groups}
+    weights = [group.get("weights") or {} for group in groups]
+    bits = {scheme.get("num_bits", 0) for scheme in weights}
     num_bits = bits.pop() if len(bits) == 1 else 0
+    group_sizes = {scheme.get("group_size") or -1 for scheme in weights}
     for name, stored in index.items():
         stem = name.removesuffix("_packed")
         if stem == name:
@@ -282,11 +300,21 @@ def _compressed(path: Path, index: Index, settings: Mapping[str, Any]) -> Derive
         if stored.dtype != "I32" or scales is None or num_bits not in (1, 2, 4, 8):
             raise _unreadable(path, name, stored)
         shape = stored.shape[0], stored.shape[1] * (INT32_BITS // num_bits)
+        grid = _grid(path, name, replace(stored, shape=shape), scales, ())
+        num_groups = grid.stored.shape[1]
+        fits = num_groups in {-(-shape[1] // size) if size > 0 else 1 for size in group_sizes}
+        num_words = -(-shape[0] * num_bits // INT32_BITS)
+        shapes = {"zero_point": (num_words, num_groups), "g_idx": shape[1:]}
+        if not fits or any(
+            (tensor := parts[part]) is not None and tensor.shape != expected
+            for part, expected in shapes.items()
+        ):
+            raise _unreadable(path, name, stored)
         weight = PackedWeight(
             **{**_like(stored), "shape": shape},
             packed=stored,
             num_bits=num_bits,
-            scales=_grid(path, name, replace(stored, shape=shape), scales, ()),
+            scales=grid,
             zeros=parts["zero_point"],
             groups=parts["g_idx"],
         )
@@ -306,7 +334,7 @@ def _transposed(path: Path, index: Index, settings: Mapping[str, Any]) -> Derive
             continue
         zeros, scales, groups = (index.get(f"{stem}.{s}") for s in ("qzeros", "scales", "g_idx"))
         is_known = num_bits in ((4,) if is_awq else (2, 4, 8)) and stored.dtype == "I32"
-        is_known &= len(stored.shape) == 2
+        is_known &= len(stored.shape) == 2 and not (groups is None and settings.get("desc_act"))
         if zeros is None or scales is None or zero_shift is None or not is_known:
             raise _unreadable(path, name, stored)
         sizes = [*stored.shape]

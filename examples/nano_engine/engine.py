@@ -41,10 +41,11 @@ class Scheduler:
         self.running: dict[int, Request] = {}  # by slot
 
     def add(self, request: Request) -> None:
-        if len(request.prompt) + request.max_new_tokens > self.length or not request.prompt:
+        counts = len(request.prompt), request.max_new_tokens
+        if min(counts) < 1 or sum(counts) > self.length:
             raise ValueError(
-                f"{len(request.prompt)} tokens and {request.max_new_tokens} new ones: needs 1 to "
-                f"{self.length}. Start the engine with a larger length=."
+                f"{counts[0]} tokens and {counts[1]} new ones: needs one of each at least, and "
+                f"{self.length} together at most. Start the engine with a larger length=."
             )
         self.waiting.append(request)
 
@@ -120,7 +121,10 @@ class Engine:
         requests = [Request(prompt, max_new_tokens) for prompt in prompts]
         scheduler = Scheduler(self.slots, self.length, ends)
         if self.coor.is_master():
+            num_words = self.model.shape.vocab
             for request in requests:
+                if not all(0 <= token < num_words for token in request.prompt):
+                    raise ValueError(f"{request.prompt}: the vocabulary has {num_words} tokens")
                 scheduler.add(request)
         while True:
             plan = self.coor.broadcast_object(scheduler.plan() if self.coor.is_master() else None)

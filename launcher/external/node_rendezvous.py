@@ -583,7 +583,7 @@ def _connected(
     connect_s = min(timings.TIMINGS.node_connect_s, left_s)
     with socket.create_connection((job.master_addr, port), connect_s) as connection:
         connection.settimeout(min(timings.TIMINGS.node_status_s, left_s))
-        with connection.makefile("rb") as file:
+        with connection.makefile("rb", buffering=0) as file:  # or select() misses what is buffered
             lines = iter(lambda: file.readline(LINE_NBYTES), b"")
             yield connection, (_parse(line) for line in lines)
 

@@ -82,7 +82,7 @@ class Supervisor:
         if self.job.timeout_s is not None:
             self._after(self.job.timeout_s, self._on_timeout)
         self._watch_server()
-        with self.selector, stop_signals.dispatched_to(self.selector, self._on_stop_signal):
+        with self.selector, stop_signals.dispatched_to(self.selector, self._on_signal):
             while self.server_lives:
                 self._poll_once()
             reap()  # only then has nobody else an end of the ranks' pipes, and they can be drained
@@ -220,6 +220,11 @@ class Supervisor:
             if rank.has_failed:
                 self._on_failure(rank)
 
+    def _on_signal(self, number: int) -> None:
+        """Stop; a second SIGTERM kills nobody: timeout(1) sends two at once."""
+        if number != signal.SIGTERM or not self.stop_requests or not self.server_lives:
+            self._on_stop_signal(number)
+
     def _on_stop_signal(self, number: int) -> None:
         """Ask the ranks to end; at the second signal, kill them."""
         self.stop_requests += 1
@@ -228,7 +233,9 @@ class Supervisor:
             self._kill()
             return
         self._set_end_reason(functools.partial(errors.interrupted, number))
-        self.output.notice(f"{signal_name(number)}: the ranks are asked to end; another kills them")
+        second = "SIGINT" if number == signal.SIGTERM else "another"
+        text = f"{signal_name(number)}: the ranks are asked to end; {second} kills them"
+        self.output.notice(text)
         # Ctrl-C reaches every process of a terminal's job, and so the children of ranks.
         is_ctrl_c = number == signal.SIGINT
         self._signal(

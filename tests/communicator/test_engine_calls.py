@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, ProcessGroup
 
 from communicator import Communicator, CommunicatorError, CommunicatorTimeout
 from coordinator import Coordinator, CoordinatorError
@@ -49,6 +49,8 @@ def test_over_says_what_it_needs():
         Communicator.over("localhost:29500")
     with pytest.raises(ValueError, match="the rank of this process"):
         Communicator.over(HashStore(), rank=2, world_size=2)
+    with pytest.raises(ValueError, match="the backend as backend="):
+        Communicator.over(ProcessGroup(HashStore(), 0, 1), "tcp")
 
 
 def test_messages_posted_in_any_order_meet(on_ranks):
@@ -65,6 +67,38 @@ def test_messages_posted_in_any_order_meet(on_ranks):
         return values == others and all(handle.is_completed() for handle in sent)
 
     assert on_ranks(body) == [True] * 3
+
+
+def test_threads_that_send_first_open_one_set_of_streams(on_ranks):
+    """Each opened its own over the same memory, and they took parts of each other's messages."""
+
+    def body(comm):
+        handles = []
+        everyone = threading.Barrier(3)
+
+        def move():
+            everyone.wait(30)
+            if comm.rank == 0:
+                handles.extend([comm.isend(torch.ones(9), 1) for _ in range(20)])
+            else:
+                handles.extend([comm.irecv(torch.zeros(9), 0) for _ in range(20)])
+
+        threads = [threading.Thread(target=move) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [handle.wait(timeout_s=30).tolist() for handle in handles]
+
+    assert on_ranks(body, 2) == [[[1.0] * 9] * 60] * 2
+
+
+def test_a_dict_is_not_received_inside_a_group(on_ranks):
+    def body(comm):
+        with pytest.raises(CommunicatorError, match=r"inside a group\(\)"), comm.group():
+            comm.recv_tensors(0)
+
+    on_ranks(body, 1)
 
 
 def test_a_bounded_wait_for_a_message_leaves_it_to_come(on_ranks):
@@ -170,6 +204,39 @@ def test_sizes_and_dims_that_do_not_fit_are_refused_before_anything_moves(on_ran
         comm.barrier()
 
     on_ranks(body, 2)
+
+
+def test_closing_ends_what_was_started_and_later_calls_are_refused(on_ranks):
+    """Over TCP all but the first were dropped; a call after that waited without end."""
+
+    def body(comm):
+        handles = [comm.start("allreduce", torch.ones(3)) for _ in range(20)]
+        comm.close()
+        assert [handle.wait(timeout_s=30).tolist() for handle in handles] == [[3.0] * 3] * 20
+        with pytest.raises(CommunicatorError, match="closed"):
+            comm.barrier()
+
+    on_ranks(body)
+
+
+def test_an_error_is_not_held_up_by_a_call_that_was_started(ranks):
+    """Leaving the `with` waited for the other ranks, which may have waited for this one."""
+    has_left = threading.Event()
+
+    def rank(info):
+        with Coordinator(info, timeout_s=30) as coor:
+            try:
+                with Communicator(coor, "shm", timeout_s=30) as comm:
+                    if comm.rank == 1:
+                        assert has_left.wait(20)
+                        return comm.start("allreduce", torch.ones(2)).wait().tolist()
+                    handle = comm.start("allreduce", torch.ones(2))
+                    raise KeyError
+            except KeyError:
+                has_left.set()
+                return handle.wait().tolist()
+
+    assert ranks(rank, 2) == [[2.0, 2.0]] * 2
 
 
 def test_handles_of_a_closed_communicator_are_refused(on_ranks):

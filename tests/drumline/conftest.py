@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import socket
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +15,7 @@ import transformers
 
 import drumline
 import launcher
+from launcher import ports
 from tests.programs.warm import WarmParent, WarmProcess
 
 ROOT = Path(__file__).parents[2]
@@ -99,8 +100,20 @@ def on_master() -> Callable[..., Any]:
     return run
 
 
+@pytest.fixture(scope="session")
+def kept_port() -> Iterator[Callable[[], int]]:
+    """Gives ports that no other test gets, and at which a rank 0 can listen."""
+    with contextlib.ExitStack() as holders:
+
+        def keep() -> int:
+            holder = holders.enter_context(ports.reserve(ports.candidates(uuid.uuid4().hex)))
+            return int(holder.getsockname()[1])
+
+        yield keep
+
+
 @pytest.fixture
-def start(tmp_path: Path, warm: WarmParent) -> Iterator[Start]:
+def start(tmp_path: Path, warm: WarmParent, kept_port: Callable[[], int]) -> Iterator[Start]:
     """Every rank of a script as a process of its own that no launcher looks after."""
     processes: list[WarmProcess] = []
 
@@ -108,9 +121,7 @@ def start(tmp_path: Path, warm: WarmParent) -> Iterator[Start]:
         script = program if isinstance(program, Path) else tmp_path / "script.py"
         if isinstance(program, str):
             script.write_text(program)
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        launch_id = uuid.uuid4().hex
+        launch_id, port = uuid.uuid4().hex, kept_port()
         for rank in range(nprocs):
             info = launcher.LaunchInfo(launch_id, nprocs, nprocs, rank, rank, "127.0.0.1", port)
             env = {**os.environ, **info.to_env(), "PYTHONPATH": str(ROOT)}

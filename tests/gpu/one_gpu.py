@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -21,12 +23,19 @@ from launcher import LaunchInfo
 ROOT = Path(__file__).parents[2]
 FIRST_WITH_SHARED_GPUS = 23003
 RESULT = "RESULT "
+STACK_S = 0.5  # more than a rank takes to show its stack
 AFTER_FAILURE_S = 25.0  # longer than survivors of a killed rank take to notice
 
 # Another device in its place (stand_in.py), where there is none: GPU_STAND_IN=cpu.
 GPU = torch.device(os.environ.get("GPU_STAND_IN", "cuda:0"))
 NEEDS_GPU = "needs a machine with an NVIDIA GPU and a CUDA build of torch; run `make gpu` there"
+# Longer than any case takes but those that name a limit, and shorter than pytest lets a test take,
+# so that the output of ranks that hang is shown.
+CASE_S = 60.0 if GPU.type == "cuda" else 240.0
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason=NEEDS_GPU)
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="needs a C++ compiler, as torch does"
+)
 needs_gpu_or_stand_in = pytest.mark.skipif(
     GPU.type == "cuda" and not torch.cuda.is_available(), reason=NEEDS_GPU
 )
@@ -64,9 +73,11 @@ class Rank:
     output: IO[str]  # a file, which unlike a pipe takes whatever NCCL_DEBUG=INFO says
 
     def end(self) -> tuple[int, str]:
-        """Exit code and output; a rank that still runs is killed."""
+        """Exit code and output; a rank that still runs shows its stack, and is killed."""
         late = self.process.poll() is None
         if late:
+            self.process.send_signal(signal.SIGUSR1)
+            time.sleep(STACK_S)
             self.process.kill()
         code = self.process.wait()
         self.output.seek(0)
@@ -101,7 +112,7 @@ def _start(
     return Rank(process, output)
 
 
-def finish(started: list[Rank], timeout_s: float) -> list[tuple[int, str]]:
+def finish(started: list[Rank], timeout_s: float = CASE_S) -> list[tuple[int, str]]:
     """Exit code and output of every rank; those that do not end in time are killed, and soon if
     another has failed."""
     deadline = time.monotonic() + timeout_s
@@ -116,7 +127,7 @@ def finish(started: list[Rank], timeout_s: float) -> list[tuple[int, str]]:
     return [rank.end() for rank in started]
 
 
-def run(case: str, nprocs: int, *arguments: str, timeout_s: float = 100.0) -> list[Any]:
+def run(case: str, nprocs: int, *arguments: str, timeout_s: float = CASE_S) -> list[Any]:
     """What every rank's case returned; fails with the output of the ranks if one of them failed."""
     ended = finish(start(case, nprocs, *arguments), timeout_s)
     failed = [

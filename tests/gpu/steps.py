@@ -9,6 +9,7 @@ before the next step.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from benchmarks import table
 
 ROOT = Path(__file__).parents[2]
 PART_S, TOTAL_S = 540, 1740
+INTERRUPTED_S = 10.0  # for what is interrupted to say where it was
 FRESH_S = 3600.0  # a step that ended longer ago is run again
 PYTHON = sys.executable
 # The plugins and options of this repository's own environment may be missing on that machine.
@@ -43,7 +45,8 @@ print("torch", torch.__version__, torch.version.cuda, "transformers", transforme
 print("GPUs that torch sees:", torch.cuda.device_count())
 print("NCCL:", nccl_library.find().path)
 print("not in the driver:", nccl_library.missing_graph_functions() or "nothing that is needed")
-'
+' || exit
+{PYTHON} -m drumline doctor || true
 """
 
 # By `make gpu-parts`: native parts of these sources, and wheels where packages are missing or too
@@ -59,6 +62,7 @@ test ! -d {PARTS_BROUGHT} || {PYTHON} -m pip install --quiet --no-index --no-dep
     --upgrade --target {SITE} {PARTS_BROUGHT}/*.whl || echo '== taking the packages that are here'
 if test "$(cat {PARTS_BROUGHT}/native.digest)" = "$(csrc/scripts/digest.sh)" &&
     tar xzf {PARTS_BROUGHT}/native.tgz && {CHECK_NATIVE}; then exit 0; fi
+test ! -d {PARTS_BROUGHT} || echo '== .gpu is of other sources: building. Run make gpu-parts again'
 {PYTHON} setup.py --quiet build_ext --inplace || echo '== not built: taking what is here'
 csrc/scripts/build_cuda.sh || echo '== no new kernel: taking what is here'
 {CHECK_NATIVE}
@@ -102,7 +106,7 @@ PARTS = {
         Step("models", f"{PYTHON} -m benchmarks.gpu models", 200),
         Step("stages", f"{PYTEST} tests/gpu/test_stages.py", 240),
     ],
-    "conformance": [Step("conformance", tests(NCCL, "conform"), 540)],
+    "conformance": [Step("conformance", tests(NCCL, "conform"), 500)],
     "long": [
         Step("compiled", tests(NCCL, "compiled or behind"), 240),
         Step("lives", f"{PYTHON} -m benchmarks.gpu lives", 300),
@@ -122,10 +126,16 @@ class Results:
     """A folder of what the steps printed and measured, and an archive of it that is always whole.
 
     The folder outlives the process, so that the archive of a later part has the earlier ones too.
+    On a machine without it, the archive of another is taken that was brought along.
     """
 
     def __init__(self, archive: Path) -> None:
         self.archive, self.folder = archive.absolute(), ROOT / "build" / archive.stem
+        brought = PARTS_BROUGHT / archive.name
+        if brought.exists() and not self.folder.exists():
+            with tarfile.open(brought) as tar:
+                tar.extractall(self.folder.parent, filter="data")
+            (self.folder.parent / "gpu").rename(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._environ = self.folder / "environ.json"
 
@@ -165,14 +175,18 @@ def run_step(step: Step, results: Results) -> bool:
 def run_steps(steps: list[Step], results: Results, total_s: float) -> tuple[list[str], list[str]]:
     """The names of the steps that failed, and of those that might not have ended in time.
 
-    The first is run in any case: whoever has less time than a step has the rest of it later.
+    The first, which builds, and the next are run in any case: whoever has less time than a step has
+    the rest of it later. Without the first nothing runs.
     """
     end, failed = time.monotonic() + total_s, []
     for at, step in enumerate(steps):
-        if at > 0 and step.limit_s > end - time.monotonic():
+        if at > 1 and step.limit_s > end - time.monotonic():
             return failed, [step.name for step in steps[at:]]
         if not run_step(step, results):
             failed.append(step.name)
+            if at == 0 and len(steps) > 1:
+                print(f"== nothing can run without {step.name}", flush=True)
+                break
     return failed, []
 
 
@@ -181,25 +195,39 @@ def _run_command(step: Step, name: str, environ: Mapping[str, str], results: Res
     start = time.monotonic()
     log = results.folder / f"{name}.log"
     defaults = {"NCCL_DEBUG": "WARN", "PYTHONUNBUFFERED": "1"}
-    defaults["BENCHMARK_RESULTS"] = str(results.folder)
+    defaults |= {"BENCHMARK_RESULTS": str(results.folder), "STEP_S": str(step.limit_s)}
     path = os.pathsep.join(filter(None, [str(SITE), str(ROOT), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
-        ["bash", "-c", f"set -o pipefail; {{ {step.command}\n}} 2>&1 | tee {log}"],
-        env=defaults | os.environ | {"PYTHONPATH": path} | dict(environ),
+        ["bash", "-c", f"set -o pipefail; {{ {step.command}\n}} 2>&1 | tee -i {log}"],
+        # Bytecode is written, or every process would compile what it imports.
+        env=defaults
+        | os.environ
+        | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": ""}
+        | dict(environ),
         cwd=ROOT,
         start_new_session=True,
     )
     try:
         code = process.wait(step.limit_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        code = process.wait()
+        code = -signal.SIGKILL
+        _end(process)
     ending = f"== {name}: exit {code} after {time.monotonic() - start:.0f} s"
     with log.open("a") as file:
         print(ending, file=file)
     print(ending, flush=True)
     results.save()
     return code == 0
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt a step, so that pytest says what has failed and ranks where they are; then kill."""
+    os.killpg(process.pid, signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(INTERRUPTED_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def main() -> int:
@@ -211,12 +239,12 @@ def main() -> int:
     if table.commit() == "unknown":
         print("== the tables will not say their commit: set BENCHMARK_COMMIT", flush=True)
     results = Results(arguments.archive)
-    steps = [step for part in arguments.parts or PARTS for step in PARTS[part]]
+    build = next(iter(PARTS.values()))[0]
+    others = [step for part in arguments.parts or PARTS for step in PARTS[part] if step != build]
     if not arguments.parts:
-        build, *others = steps
-        steps = [build, *([o for o in others if not results.has_ended(o.name)] or others)]
+        others = [step for step in others if not results.has_ended(step.name)] or others
     slow = 4 if os.environ.get("GPU_STAND_IN") else 1  # where no time on a GPU is at stake
-    steps = [replace(step, limit_s=slow * step.limit_s) for step in steps]
+    steps = [replace(step, limit_s=slow * step.limit_s) for step in [build, *others]]
     failed, left_out = run_steps(steps, results, slow * arguments.seconds)
     if left_out:
         print(f"== left out, for the time is over: {', '.join(left_out)}. Run it once more")

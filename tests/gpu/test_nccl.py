@@ -11,6 +11,7 @@ from tests.gpu import between_gpus, one_gpu
 from tests.gpu.one_gpu import (
     finish,
     leaks,
+    needs_compiler,
     needs_gpu,
     needs_two_gpus,
     result_of,
@@ -86,7 +87,7 @@ def test_abort_is_bounded_although_a_graph_lives(world_size):
 
 @pytest.mark.parametrize("mode", ["waiting", "blocking"])
 def test_a_killed_peer_is_named_by_the_survivors_in_time(mode):
-    ended = finish(start("killed_peer", 2, mode), 90)
+    ended = finish(start("killed_peer", 2, mode))
     assert ended[1][0] == -9
     assert ended[0][0] == 0, ended[0][1]
     said, took_s = result_of(ended[0][1])
@@ -94,7 +95,7 @@ def test_a_killed_peer_is_named_by_the_survivors_in_time(mode):
 
 
 def test_a_peer_that_is_killed_during_replays_is_named_by_check():
-    ended = finish(start("killed_in_replay", 2), 90)
+    ended = finish(start("killed_in_replay", 2))
     assert ended[1][0] == -9
     assert ended[0][0] == 0, ended[0][1]
     said, took_s, after = result_of(ended[0][1])
@@ -112,19 +113,20 @@ def test_calls_follow_torchs_stream_without_a_wait_of_the_host():
     assert run("streams", 2) == [[0.0, 2.0, 2.0]] * 2  # not done when the call returned
 
 
+@needs_compiler
 def test_a_compiled_function_with_an_allreduce_runs_eagerly_and_captured():
     pytest.importorskip("triton", reason="torch.compile needs triton for a GPU")
     assert run("compiled", 2, timeout_s=200) == [[5.0, 5.0]] * 2
 
 
 def test_a_communicator_leaves_nothing_behind():
-    (left,) = run("create_and_destroy", 1)
+    (left,) = run("create_and_destroy", 1, timeout_s=100)
     assert leaks(left) == [], left
 
 
 def test_what_a_communicator_left_behind_would_be_noticed():
     """A MiB of the device, memory of the host, a descriptor and a thread, planted in each life."""
-    (left,) = run("create_and_destroy", 1, "8", "60", "leak")
+    (left,) = run("create_and_destroy", 1, "8", "60", "leak", timeout_s=100)
     assert leaks(left) == list(one_gpu.LEFT_BEHIND), left
 
 

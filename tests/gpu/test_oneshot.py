@@ -200,7 +200,7 @@ def test_a_process_that_replays_no_sum_is_named_by_check():
 
 
 def test_a_process_that_is_killed_during_replays_is_named_by_check():
-    ended = finish(start("killed_in_replay", 2, "oneshot"), 90)
+    ended = finish(start("killed_in_replay", 2, "oneshot"))
     assert ended[0][0] == 0, ended[0][1]
     said, took_s, after = result_of(ended[0][1])
     assert "rank 1" in said and took_s < 20 and after == 3

@@ -11,13 +11,21 @@ import torch
 
 import launcher
 from tests.gpu import between_gpus
-from tests.gpu.one_gpu import ROOT, needs_gpu_or_stand_in, needs_two_gpus, run
+from tests.gpu.one_gpu import (
+    GPU,
+    ROOT,
+    needs_compiler,
+    needs_gpu,
+    needs_gpu_or_stand_in,
+    needs_two_gpus,
+    run,
+)
 
 pytest.importorskip("transformers", reason="needs transformers, 5 or newer")
 from tests.gpu import decode
 
 # isort: split
-from drumline.stages.cuda_graphs import NUM_WARM_UPS
+from drumline.stages.cuda_graphs import NUM_WARM_UPS, CudaGraph
 
 pytestmark = [needs_gpu_or_stand_in, pytest.mark.timeout(250)]
 
@@ -27,6 +35,18 @@ def test_tokens_over_a_static_cache_are_replayed_and_are_those_of_one_process(tm
     assert said == whole
     most = decode.COUNT - 1 - NUM_WARM_UPS
     assert num_replays in (most - 1, most)  # the first token teaches, if it comes with a mask
+
+
+@needs_gpu
+def test_random_numbers_and_replays_go_on_after_a_capture_that_failed():
+    ones, before, side = torch.ones(4, device=GPU), torch.cuda.current_stream(), torch.cuda.Stream()
+    good, bad = CudaGraph(GPU, side), CudaGraph(GPU, side)
+    good.capture(lambda: [ones * 2])
+    with pytest.raises(RuntimeError, match="captur"):
+        bad.capture(lambda: [ones * ones.sum().item()])
+    assert torch.cuda.current_stream() == before
+    assert 0 <= torch.rand(1, device=GPU).item() < 1
+    assert good.replay()[0].tolist() == [2.0] * 4
 
 
 def test_tokens_are_the_same_where_hidden_states_go_from_device_to_device(tmp_path):
@@ -87,6 +107,7 @@ def test_the_server_answers_from_the_gpu(tmp_path):
     assert [int(word) for word in text.split()] == [token for token in whole if token]  # 0: unknown
 
 
+@needs_compiler
 def test_a_layer_is_compiled_by_one_rank_and_runs_on_all(tmp_path):
     found = run("model_ranks.precompiled", 2, str(tmp_path), timeout_s=200)
     assert all(error < 1e-4 for error, _ in found)

@@ -53,7 +53,10 @@ class RegisteredMemory:
     def free_dropped(self) -> None:
         """Free what no tensor uses any more, once the device has done its work."""
         while self._dropped and not torch.cuda.is_current_stream_capturing():
-            comm, address = self._comm(), self._dropped.pop()
+            try:
+                comm, address = self._comm(), self._dropped.pop()
+            except IndexError:  # another thread took the last
+                return
             torch.cuda.synchronize(self._device)
             if comm is not None and comm.is_usable():
                 comm.mem_free(address)

@@ -107,6 +107,23 @@ def forks_a_child_that_takes_part(comm):
     return said, comm.allreduce(torch.ones(1)).item(), comm.allreduce(shared).item()
 
 
+def forks_while_a_call_runs(comm):
+    """What a child of rank 0 is told, whose started call waits for rank 1; then the sum of it."""
+    if comm.rank == 1:
+        comm.coor.barrier()
+        return comm.start("allreduce", torch.ones(1)).wait().item()
+    handle = comm.start("allreduce", torch.ones(1))
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        calls = (lambda: comm.allreduce(torch.ones(1)), lambda: comm.barrier(), handle.wait)
+        os.write(writer, json.dumps([learns(comm, call)[1] for call in calls]).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    comm.coor.barrier()
+    return [*json.loads(os.read(reader, 5000)), handle.wait().item()]
+
+
 def has_little_memory(coor):
     """The largest file a process may write bounds the segment, too."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
@@ -124,6 +141,7 @@ BODIES = {
         waits_idly,
         waits_for_letters,
         forks_a_child_that_takes_part,
+        forks_while_a_call_runs,
     )
 }
 

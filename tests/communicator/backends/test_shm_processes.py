@@ -68,6 +68,15 @@ def test_a_forked_child_does_not_speak_for_its_rank(run, backend):
         assert sums == [2.0, 2.0]
 
 
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_forked_child_does_not_wait_for_a_call_that_its_rank_started(run, backend):
+    """It waited without end, for a thread and for a lock of one, which only the rank has."""
+    (of_rank_0, of_rank_1), _ = run("forks_while_a_call_runs", 2, backend)
+    *refusals, total = of_rank_0
+    assert all(" was forked from " in text for text in refusals) and len(refusals) == 3
+    assert total == of_rank_1 == 2.0
+
+
 def test_memory_that_is_not_there_is_an_error_with_the_bytes_needed(run):
     said, _ = run("has_little_memory", 2)
     for kind, text, _ in said:

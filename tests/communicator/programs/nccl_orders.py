@@ -10,7 +10,7 @@ import itertools
 import sys
 from collections import Counter
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -240,6 +240,7 @@ if __name__ == "__main__":
             deadline=None,
             derandomize=True,
             database=None,
+            phases=[Phase.generate],  # shrinking a failure would outlast the test's time
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -333,6 +333,13 @@ def test_the_options_are_few(name):
     assert options == ["-h", "--help", *OPTIONS[name].split()]
 
 
+def test_the_place_of_a_node_without_the_number_of_nodes_is_refused(checkpoints, capsys):
+    """It was ignored, and the server of one node started."""
+    place = ["--master-addr", "10.0.0.1"]
+    assert main(["serve", "--model", str(checkpoints.llama()[1]), *place]) == 1
+    assert "add --nnodes N" in capsys.readouterr().err
+
+
 SCRIPT = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline

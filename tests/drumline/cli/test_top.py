@@ -56,7 +56,7 @@ def wait_for(condition, what):
 @pytest.fixture
 def launch(tmp_path, monkeypatch):
     monkeypatch.setattr(top, "LOOK_S", 0.3)
-    monkeypatch.setattr(top, "TRACE_S", 0.5)
+    monkeypatch.setattr(top, "TRACE_S", 1.5)
     monkeypatch.setattr(rank_view, "WATCH_S", 2.0)
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "launcher", "run", "-n", "3"]

@@ -6,6 +6,7 @@ refuse to meet those of another device as real ones do.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -231,6 +232,24 @@ def test_the_next_layer_is_fetched_while_one_runs():
             hidden = layer(hidden)
     assert torch.equal(hidden, expected)
     assert log == ["0", "1", "2", "3", "0"], "each was fetched once"
+
+
+def test_copies_to_a_device_have_one_stream_for_torch_keeps_memory_for_each(monkeypatch):
+    made = []
+
+    def stream(device):
+        made.append(device)
+        return contextlib.nullcontext(device)
+
+    monkeypatch.setattr(torch, "Stream", stream)
+    monkeypatch.setattr(WeightPrefetcher, "_recycle", lambda self, tensors: None)
+    weights = {name: CpuWeights({"weight": torch.ones(3, 3)}) for name in "01"}
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    prefetcher = WeightPrefetcher(layers, weights, torch.device("meta"))
+    for name in "01" * 2:
+        with prefetcher.loaded(name):
+            pass
+    assert made == [torch.device("meta")]
 
 
 def test_a_layer_called_out_of_order_is_fetched_and_what_was_coming_let_go():

@@ -10,7 +10,10 @@ from abc import ABC
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+import drumline
+import launcher
 from drumline import DrumlineError
 from drumline.pipeline.unsupported import make_read_only
 
@@ -182,6 +185,24 @@ def test_what_layers_share_is_sealed_once_and_what_holds_nothing_not_at_all():
         shared.weight = nn.Parameter(torch.zeros(2, 2))
 
 
+def test_a_refused_use_is_told_without_what_transformers_was_doing(checkpoints, on_master):
+    """There were 40 lines around the one that says what to do. A caller's own frames stay."""
+
+    def num_frames(model, **options):
+        with pytest.raises(DrumlineError, match="output_attentions=True") as error:
+            model.generate(torch.arange(3, 9)[None], max_new_tokens=2, **options)
+        return len(error.traceback)
+
+    def work(model):
+        def ask(tokens, scores):
+            return model(tokens, output_attentions=True)
+
+        return num_frames(model, output_attentions=True), num_frames(model, logits_processor=[ask])
+
+    short, whole = on_master(checkpoints.llama()[1], 2, work)
+    assert short == 2 and whole > 10
+
+
 class Quantized(ABC, nn.Module):
     """As the layers of quanto are: another layout of the object than any other module's."""
 
@@ -198,6 +219,30 @@ def test_a_layer_of_any_class_can_be_sealed():
     for part in layer:
         with pytest.raises(DrumlineError, match="never be used"):
             part.weight = nn.Parameter(torch.zeros(2))
+
+
+class Packed(torch.Tensor):
+    """As the weights of quanto's qint4: it computes nothing in inference mode."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is not F.linear:
+            return super().__torch_function__(function, types, args, kwargs)
+        assert not torch.is_inference_mode_enabled()
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+def test_a_layer_elsewhere_is_not_run_in_another_mode_than_rank_0_runs_it():
+    def rank():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).requires_grad_(False)
+        model[1].weight = nn.Parameter(torch.eye(2).as_subclass(Packed), requires_grad=False)
+        model[1].bias.zero_()
+        with drumline.dispatch(model, {"0": 0, "1": 1}) as split, torch.no_grad():
+            data = torch.ones(1, 2)
+            return torch.equal(split(data), split[0](data))
+
+    assert launcher.launch(rank, nprocs=2, launcher="threads", timeout_s=60)[0]
 
 
 def test_the_weights_of_a_sealed_layer_can_be_looked_at_and_computed_with():

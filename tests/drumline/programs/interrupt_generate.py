@@ -27,7 +27,7 @@ def interrupted_recv(*args):
 
 before = generate(PROMPT, 8)
 os.kill(coor.peers[1].pid, signal.SIGSTOP)
-threading.Timer(0.7, os.kill, (coor.peers[1].pid, signal.SIGCONT)).start()
+threading.Timer(0.3, os.kill, (coor.peers[1].pid, signal.SIGCONT)).start()
 after = generate(PROMPT, 8)
 expected = generate(long_prompt, 3)
 for prompt in (long_prompt, PROMPT):

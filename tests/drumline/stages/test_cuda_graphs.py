@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -167,6 +168,38 @@ def test_a_capture_that_fails_is_told_once_and_costs_no_token(
     with pytest.warns(UserWarning, match="cannot be captured .operation not permitted"):
         assert on_master(path, 2, static, cuda_graphs=True) == static(plain)
     assert len(made[0].reasons) == 1 and made[0].num_replays == 0
+
+
+def test_a_capture_that_fails_leaves_torchs_stream_and_generator_as_they_were(monkeypatch):
+    now = {"stream": "default", "generator": "free"}
+
+    @contextlib.contextmanager
+    def stream(wanted):
+        before = now["stream"]
+        now["stream"] = wanted
+        try:
+            yield
+        finally:
+            now["stream"] = before
+
+    @contextlib.contextmanager
+    def graph(made, stream, capture_error_mode):  # as torch does, which undoes nothing at an error
+        before = now["stream"]
+        now.update(stream=stream, generator="captured")
+        yield
+        now.update(stream=before, generator="free")
+
+    def read():
+        raise RuntimeError("a value was read")
+
+    for function in (stream, graph):
+        monkeypatch.setattr(torch.cuda, function.__name__, function)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now["stream"])
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    with pytest.raises(RuntimeError, match="a value was read"):
+        cuda_graphs.CudaGraph(torch.device("cpu"), "side").capture(read)
+    assert now == {"stream": "default", "generator": "free"}
 
 
 def test_graphs_of_ranks_without_a_gpu_are_refused_before_anything_is_loaded(checkpoints):

@@ -248,6 +248,26 @@ def test_gptq_and_awq_are_unpacked_by_their_owner(
     assert_equal(found, expected)
 
 
+def test_copies_whose_integers_mean_other_weights_are_not_mixed(
+    checkpoints, ranks_or_errors, tmp_path
+):
+    """What is read is not compared where its meaning is in the config, which rank 1 went by."""
+    _, path = checkpoints.llama()
+    settings = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq"}
+    others = [settings, {**settings, "checkpoint_format": "gptq_v2"}]
+    folders = [
+        quantized_folder(path, tmp_path / f"copy{k}", lambda *_: None, other)
+        for k, other in enumerate(others)
+    ]
+
+    def rank(info):
+        with Coordinator(info, timeout_s=30) as coor:
+            drumline.load(folders[info.rank], coor=coor, dequantize=True).close()
+
+    for error in ranks_or_errors(rank, 2):
+        assert "checkpoint_format is gptq on rank 0 and gptq_v2 on rank 1" in str(error)
+
+
 @pytest.mark.parametrize("scale_shape", [(), (1,), (64,), (64, 1)])
 def test_integers_of_a_byte_have_one_scale_or_one_for_each_row(
     checkpoints, on_master, tmp_path, scale_shape
@@ -278,6 +298,26 @@ def test_a_checkpoint_that_is_not_quantized_is_loaded_as_ever(checkpoints, on_ma
     assert on_master(path, 2, greedy, dequantize=True) == greedy(plain)
 
 
+def packed_with(**parts):
+    """Of layers of 64 x 32, with parts that do not fit."""
+    whole = {"packed": torch.zeros(64, 4, dtype=torch.int32), "scale": torch.ones(64, 1), **parts}
+    return lambda name, tensor: (
+        {f"{name}_{part}": value.clone() for part, value in whole.items()}
+        if "up_proj" in name
+        else None
+    )
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
+
+
+def to_gptq(name, tensor):
+    """Without the group of each column."""
+    stem, zeros = name.removesuffix("weight"), torch.zeros(4, 64, dtype=torch.int32)
+    parts = {"qweight": zeros, "qzeros": zeros[:1, :8], "scales": torch.ones(1, 64)}
+    return {f"{stem}{part}": parts[part].clone() for part in parts} if "up_proj" in name else None
+
+
 @pytest.mark.parametrize(
     ("settings", "rewrite", "problem"),
     [
@@ -287,6 +327,11 @@ def test_a_checkpoint_that_is_not_quantized_is_loaded_as_ever(checkpoints, on_ma
             lambda name, tensor: {name: tensor.to(torch.float8_e4m3fn)} if "mlp" in name else None,
             "mlp",
         ),
+        (PACKED, packed_with(zero_point=torch.zeros(2, 1, dtype=torch.int32)), "up_proj"),
+        (PACKED, packed_with(scale=torch.ones(64, 2)), "up_proj"),
+        (PACKED, packed_with(g_idx=torch.tensor([1] * GROUP)), "group 1 of 1"),
+        ({**PACKED, "config_groups": [1]}, packed_with(), "quantization_config in config.json"),
+        ({**GPTQ, "desc_act": True}, to_gptq, "up_proj"),
     ],
 )
 def test_what_is_not_known_or_lacks_scales_is_named(

@@ -266,6 +266,14 @@ def test_whoever_listens_for_nodes_decides_the_place_of_ranks_and_nothing_else()
         assert follower.join() == dataclasses.replace(job(1), **place)
 
 
+def test_lines_that_come_at_once_are_obeyed_at_once():
+    """A stop behind another line lay in a buffer until more came, seconds later."""
+    go = {"go": {"launch_id": "a", "nnodes": 2, "master_port": 2, "node_rank": 1}}
+    with followed(greeting(), json.dumps(go).encode(), b'{"stop": true}') as follower:
+        follower.join()
+        assert follower.is_over(1)
+
+
 @pytest.mark.parametrize("line", [b"\xfd\xfe\xfd", b"[" * 3000, b'{"node": 1}'])
 def test_what_answers_as_no_launch_does_is_not_blamed_on_the_address(line):
     with followed(line, stays=False) as follower:
@@ -306,12 +314,20 @@ def test_many_idle_connections_keep_no_node_out(nodes):
 
 def test_a_node_whose_packets_are_dropped_says_so_every_few_seconds(monkeypatch, capfd):
     """Connections that neither succeed nor fail took the time of four of these lines."""
+    connect, attempts_s = socket.create_connection, []
+
+    def connect_within(address, timeout_s):
+        attempts_s.append(timeout_s)
+        return connect(address, timeout_s)
+
     monkeypatch.setattr(timings, "TIMINGS", timings.TIMINGS.scaled(0.02))
     with full_listener() as port, full_listener() as common_port:
         monkeypatch.setattr(node_rendezvous, "COMMON_PORT", common_port)
+        monkeypatch.setattr(socket, "create_connection", connect_within)
         with pytest.raises(errors.LaunchTimeout, match="timed out"):
-            node_rendezvous.meet(dataclasses.replace(job(1), timeout_s=1.5), port)
-    assert capfd.readouterr().err.count(f"127.0.0.1:{port} (Connection timed out)") > 4
+            node_rendezvous.meet(dataclasses.replace(job(1), timeout_s=0.5), port)
+    assert f"127.0.0.1:{port} (Connection timed out)" in capfd.readouterr().err
+    assert 2 * max(attempts_s) < timings.TIMINGS.node_status_s  # one at each port
 
 
 def test_a_node_that_reaches_another_port_of_the_first_says_so(monkeypatch, nodes):

@@ -138,6 +138,27 @@ def test_ranks_run_their_sigterm_handlers(command):
     assert process.returncode == 143
 
 
+def test_a_second_sigterm_takes_no_time_from_the_ranks(command):
+    """timeout(1) sends two at once: to its child, and to the group of processes."""
+    script = command.script(
+        "import os, signal, sys, time\n"
+        "def end(*_):\n"
+        "    os.write(1, b'asked\\n')\n"
+        "    while not os.path.exists('go'): time.sleep(0.01)\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\n" + WAITING + "time.sleep(60)"
+    )
+    process = command.start("run", "-n", "2", script)
+    ready(process)
+    process.terminate()
+    assert sorted(process.stdout.readline() for _ in "01") == ["[0] asked\n", "[1] asked\n"]
+    process.terminate()
+    time.sleep(2 * TIMINGS.reap_lag_s)
+    (command.folder / "go").touch()
+    code, err = end(process)
+    assert code == 143 and "SIGKILL" not in err
+
+
 def test_a_closed_reader_of_the_output_ends_the_launch(command):
     script = command.script(
         "import time\nfor i in range(1000):\n    print(i, flush=True)\n    time.sleep(0.01)"

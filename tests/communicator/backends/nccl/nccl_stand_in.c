@@ -307,6 +307,7 @@ static int num_objects, device, chip = 9;
 static unsigned contexts = 1; /* a bit for each device that has one */
 static const char* refused = "";
 
+#define INVALIDATED 666 /* a capture that something has ended */
 void stand_in_capture(unsigned long long id) { stand_in_capture_on((void*)0x5eed, id); }
 void stand_in_contexts(unsigned bits) { contexts = bits; }
 unsigned stand_in_has_contexts(void) { return contexts; }
@@ -338,7 +339,7 @@ int cuStreamGetCaptureInfo_v2(void* stream, int* status, unsigned long long* id,
     (void)dependencies, (void)num_dependencies;
     MAYBE_REFUSE();
     *id = stream_at(stream)->capture;
-    *status = *id != 0;
+    *status = *id == INVALIDATED ? 2 : *id != 0;
     *graph = stream_at(stream);
     return 0;
 }

@@ -22,9 +22,6 @@ ON_CPU = {
     r'asm volatile\("mov\.u64.*?\);': (
         "value = std::chrono::steady_clock::now().time_since_epoch().count();"
     ),
-    r"(\w+_shot<T, WORLD>)<<<grid, THREADS, 0, stream>>>\(params\);": (
-        r"launch_on_cpu(\1, grid, THREADS, params);"
-    ),
 }
 # Faults that a test must notice, chosen when the program runs.
 PLANTED = {

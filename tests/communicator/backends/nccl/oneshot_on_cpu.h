@@ -116,7 +116,7 @@ inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess;
 inline cudaError_t cudaDeviceEnablePeerAccess(int, int) { return cudaSuccess; }
 inline cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t*, void*) { return cudaSuccess; }
 inline cudaError_t cudaIpcOpenMemHandle(void**, cudaIpcMemHandle_t, int) {
-    return cudaErrorInvalidValue;
+    return last_error = cudaErrorInvalidValue;
 }
 inline cudaError_t cudaIpcCloseMemHandle(void*) { return cudaErrorInvalidValue; }
 inline cudaError_t cudaHostAlloc(void** to, size_t size, int) {
@@ -215,15 +215,18 @@ void run_on_cpu(Kernel kernel, dim3 grid, int threads, const Params& params) {
     for (std::thread& thread : running) thread.join();
 }
 
-template <class Kernel, class Params>
-void launch_on_cpu(Kernel kernel, dim3 grid, int threads, const Params& params) {
+template <class Params>
+cudaError_t cudaLaunchKernel(void (*kernel)(Params), dim3 grid, dim3 threads, void** arguments, int,
+                             cudaStream_t) {
+    Params params = *static_cast<Params*>(*arguments);
     if (capturing == nullptr) {
         cudaFuncAttributes attributes;
         cudaFuncGetAttributes(&attributes, kernel);
-        run_on_cpu(kernel, grid, threads, params);
+        run_on_cpu(kernel, grid, threads.x, params);
     } else if (is_loaded(kernel)) {
-        capturing->launches.push_back([=] { run_on_cpu(kernel, grid, threads, params); });
+        capturing->launches.push_back([=] { run_on_cpu(kernel, grid, threads.x, params); });
     } else {
-        last_error = cudaErrorStreamCaptureUnsupported;
+        return last_error = cudaErrorStreamCaptureUnsupported;
     }
+    return cudaSuccess;
 }

@@ -299,6 +299,21 @@ assert host.log() == []
     )
 
 
+def test_a_call_in_a_capture_that_has_failed_is_an_error_before_nccl_is_asked(stand_in):
+    run_in_child(
+        stand_in,
+        """
+assert reduce(1000) == 0
+host.log()
+host.stand_in.stand_in_capture(666)
+assert reduce(1000) == DEVICE_ERROR and "CUDA's error 901" in host.error, host.error
+assert host.log() == []
+host.stand_in.stand_in_capture(0)
+assert reduce(1000) == 0
+""",
+    )
+
+
 @pytest.mark.parametrize("defines", [(), ("CAPTURE_V3",)], ids=["v2", "v3"])
 def test_the_end_is_refused_while_a_graph_lives_and_the_communicator_stays_usable(
     stand_in, defines

@@ -418,6 +418,22 @@ def test_after_close_memory_is_not_freed_while_its_thread_captures(path, monkeyp
         assert log_of(path) == ["MemFree"]
 
 
+def test_the_last_views_may_end_on_two_threads_after_close(path, monkeypatch):
+    cuda_on_cpu.install(monkeypatch)
+    with Coordinator() as coor, Nccl(coor, library=path) as comm:
+        memory, address = comm._memory, comm.mem_alloc(4096)
+        comm.close()
+        other = [comm.library.mem_free]  # the other thread comes when this one has looked
+        monkeypatch.setattr(
+            torch.cuda,
+            "is_current_stream_capturing",
+            lambda: other.pop()(memory._dropped.pop()) is not None if other else False,
+        )
+        log_of(path)
+        memory.drop(address)
+        assert log_of(path) == ["MemFree"]
+
+
 def test_what_was_dropped_before_an_abort_is_freed_by_close(path, monkeypatch):
     cuda_on_cpu.install(monkeypatch)
     with Coordinator() as coor, Nccl(coor, library=path) as comm:

@@ -123,6 +123,14 @@ def test_a_rank_that_never_comes_is_named_and_later_calls_end_at_once(kernels):
     assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True))
 
 
+def test_a_launch_does_not_tell_what_failed_before_it(kernels):
+    """CUDA keeps the last error of a thread, also when it was told."""
+    with pytest.raises(CommunicatorError, match="one-shot import_ failed"):
+        kernels.import_(bytes(oneshot.HANDLE_BYTES), ctypes.byref(ctypes.c_void_p()))
+    tensors = [torch.ones(64), torch.ones(64)]
+    assert [t.mean() for t in Ranks(kernels, 2).sum(tensors, Algorithm.ONE_SHOT)] == [2, 2]
+
+
 def start(target, *arguments):
     thread = threading.Thread(target=target, args=arguments)
     thread.start()

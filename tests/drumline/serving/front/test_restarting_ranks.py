@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from concurrent.futures import ThreadPoolExecutor as ThreadPool
 from contextlib import closing
 
@@ -22,7 +21,6 @@ from drumline.serving.front.restarting_ranks import RankConnection, RestartingRa
 from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import Generation, ServerBusy, ServingLimits
 from drumline.timings import ModelTimings
-from launcher import ports as launcher_ports
 from tests.programs.counting_rank import count, count_on_devices
 
 LIMITS = ServingLimits(max_length=100, max_running=1, max_waiting=2)
@@ -122,13 +120,6 @@ def test_fewer_ranks_go_on_where_not_all_come_up_until_they_are_too_few(tmp_path
     assert len(pids) == 3 and "1 of 2 cannot hold the model: rank 0" in str(losses[0])
 
 
-@pytest.fixture
-def kept_port():
-    """Of a socket that keeps it from other tests, and does not listen."""
-    with launcher_ports.reserve(launcher_ports.candidates(uuid.uuid4().hex)) as holder:
-        yield holder
-
-
 FOLLOW = """
 import sys
 import launcher
@@ -145,7 +136,7 @@ def test_a_node_that_is_gone_is_done_without_and_comes_in_with_a_restart(
     quick = ModelTimings(node_return_s=0.5, ranks_end_s=0.5)
     monkeypatch.setattr(timings, "TIMINGS", quick)
     scheduler, infos = RemoteScheduler(LIMITS, print), queue.SimpleQueue()
-    place = {"nprocs": 1, "nnodes": 2, "master_port": kept_port.getsockname()[1]}
+    place = {"nprocs": 1, "nnodes": 2, "master_port": kept_port()}
     place["launch_id"] = "test"
     ranks = RestartingRanks(scheduler, job(count, 2, **place), 9, infos.put)
     command = [sys.executable, "-c", FOLLOW, str(place["master_port"])]
@@ -161,7 +152,9 @@ def test_a_node_that_is_gone_is_done_without_and_comes_in_with_a_restart(
         wait_for(posted, 2)
         assert scheduler.num_missing_ranks == 1
         follower = pool.submit(follow_front, job(count, "", 2, node_rank=1, **place))
+        until = time.monotonic() + 60
         while "is in the next restart" not in capfd.readouterr().err:
+            assert time.monotonic() < until
             time.sleep(0.05)
         os.kill(rank_0, signal.SIGKILL)
         infos.get(timeout=60)
