@@ -36,6 +36,8 @@ MODULES_OF_EXTRAS = {
 """Modules that only the commands of an extra import, and so may import its packages at the top."""
 NOT_INSTALLED = {"ray": "ray", "mpi4py": "mpi4py", "cupy": "cupy-cuda12x"}
 """Distributions of packages that this machine may lack, so that their metadata cannot be asked."""
+OF_CHECKPOINTS = {"compressed_tensors"}
+"""Packages of quantized formats, which transformers asks for by name where a checkpoint has one."""
 ENGINES = {"vllm", "sglang"}
 """Packages that import our adapter in drumline/engines, not the other way: no extra has them."""
 
@@ -68,7 +70,7 @@ OF_USERS = {name: EXTRAS[name] for name in EXTRAS if name not in ("test", "bench
 def _imports(path: Path) -> list[tuple[str, bool]]:
     """The third-party packages that a file imports, and whether when it is imported itself."""
     tree = ast.parse(path.read_text())
-    host = ENGINES if path.parent.name == "engines" else set()
+    host = {"engines": ENGINES, "checkpoint": OF_CHECKPOINTS}.get(path.parent.name, set())
     late = {
         node
         for outer in ast.walk(tree)
