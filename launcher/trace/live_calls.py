@@ -86,8 +86,9 @@ class _Counter(Recorder):
         self.record_into("")
         for reference, name, attribute in self._before:
             if (target := reference()) is not None:
-                delattr(target, name)
-                if attribute is not None:
+                if attribute is None:
+                    delattr(target, name)
+                else:  # at once: the rank calls it meanwhile
                     setattr(target, name, attribute)
 
     def record_into(self, folder: str) -> None:

@@ -47,9 +47,10 @@ with Coordinator() as coor, Communicator(coor) as comm:
 
 
 def wait_for(condition, what):
+    """what: awaited, or a function that says what is there instead."""
     until = time.monotonic() + LIMIT_S
     while not condition():
-        assert time.monotonic() < until, what
+        assert time.monotonic() < until, what() if callable(what) else what
         time.sleep(0.02)
 
 
@@ -79,7 +80,7 @@ def test_a_hang_shows_its_cause_and_looking_leaves_nothing_behind(launch, tmp_pa
         calls = [look.stuck and look.stuck.call for look in view.looks]
         return view.slowest() == {1} and calls == ["barrier", "", "barrier"]
 
-    wait_for(shows_the_hang, "the slowest rank")
+    wait_for(shows_the_hang, lambda: f"ranks {view.slowest()} are slowest: {view.report()}")
     last = view.looks
     assert [top._style(look) for look in last] == ["yellow", "green", "yellow"]
     os.kill(last[1].peer.pid, signal.SIGSTOP)
