@@ -56,4 +56,5 @@ def interrupted(comm):
 
 
 with Coordinator(timeout_s=30) as coor, Communicator(coor, sys.argv[1], timeout_s=3) as comm:
+    coor.barrier()  # the deadline is for the case alone
     globals()[sys.argv[2]](comm)
