@@ -40,7 +40,7 @@ def backend_names() -> list[str]:
 
 
 def import_builtin() -> None:
-    """Import now what the first choice of a backend would, but for plugins."""
+    """Import the built-in backends, so that choosing one need not; leave out what does not load."""
     for name in backend_names():
         if name in BUILTIN:
             with contextlib.suppress(Unsupported):

@@ -179,7 +179,7 @@ class Service:
 
     def fail(self, failure: PeerLost) -> None:
         """Note that the model has lost a rank, so that nothing can run any more."""
-        self.status.failures += failure.failures  # before: the last report is that of a failure
+        self.status.failures += failure.failures  # first, for no report follows the failure
         self.failure = self.failure or failure
 
     async def get_health(self) -> Response:
