@@ -239,9 +239,9 @@ def save(path: Path, panels: dict[str, Lines], x: str, y: str | None) -> Path:
     # One legend outside, so that it covers nothing.
     names = {"loc": "outside upper center", "ncols": min(len(shown), 2 * columns)}
     figure.legend(shown.values(), shown.keys(), fontsize="small", **names)
-    figure.savefig(path.with_name(f"{path.name}.svg"), metadata={"Date": None})
-    figure.savefig(path.with_name(f"{path.name}.png"), dpi=DOTS_PER_INCH)
-    return path.with_name(path.name + ".png")
+    picture = path.with_name(f"{path.name}.png")
+    figure.savefig(picture, dpi=DOTS_PER_INCH)
+    return picture
 
 
 def fill(axes: Any, lines: Lines) -> dict[str, Any]:

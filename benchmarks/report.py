@@ -114,7 +114,7 @@ def section_text(section: Section, results: Path, beside: Path) -> str:
     """The heading, pictures and tables of a section, or a note that none were measured."""
     tables = files(results, section.tables, ".md")
     command = section.command or f"python -m benchmarks {section.steps}"
-    pictures = files(results, section.pictures, ".svg")
+    pictures = files(results, section.pictures, ".png")
     links = [f"![{path.stem}]({path.relative_to(beside)})\n" for path in pictures]
     # The documentation site includes what is between the marks: tables without pictures.
     body = [
