@@ -44,22 +44,35 @@ def invalid_request(message: str, param: str | None = None, code: str | None = N
     return ApiError(400, message, "invalid_request_error", code, param)
 
 
-class StreamOptions(BaseModel):  # type: ignore[misc]
+class ApiObject(BaseModel):  # type: ignore[misc]
+    """An object whose fields the API defines; one that is null counts as absent.
+
+    What a user defines (a schema, tools, their calls) is a dict inside of one, and stays as it is.
+    """
+
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")  # type: ignore[untyped-decorator]
+    @classmethod
+    def _without_nulls(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+class StreamOptions(ApiObject):
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class JsonSchema(BaseModel):  # type: ignore[misc]
-    model_config = ConfigDict(extra="forbid")
+class JsonSchema(ApiObject):
     name: str = ""
     description: str = ""
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool = True
 
 
-class ResponseFormat(BaseModel):  # type: ignore[misc]
-    model_config = ConfigDict(extra="forbid")
+class ResponseFormat(ApiObject):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -76,10 +89,9 @@ class ResponseFormat(BaseModel):  # type: ignore[misc]
         return {"type": "object"} if self.type == "json_object" else None
 
 
-class GenerationRequest(BaseModel):  # type: ignore[misc]
+class GenerationRequest(ApiObject):
     """The fields that completions and chats share."""
 
-    model_config = ConfigDict(extra="forbid")
     model: str
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -173,14 +185,12 @@ class CompletionRequest(GenerationRequest):
         return self
 
 
-class TextPart(BaseModel):  # type: ignore[misc]
-    model_config = ConfigDict(extra="forbid")
+class TextPart(ApiObject):
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(BaseModel):  # type: ignore[misc]
-    model_config = ConfigDict(extra="forbid")
+class ChatMessage(ApiObject):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] = ""
     name: str | None = None
@@ -224,19 +234,17 @@ class ChatCompletionRequest(GenerationRequest):
         return {"tools": self.tools} if has_tools else {}
 
 
-class TokenizeRequest(BaseModel):  # type: ignore[misc]
+class TokenizeRequest(ApiObject):
     """The body of /tokenize."""
 
-    model_config = ConfigDict(extra="forbid")
     model: str | None = None
     prompt: str
     add_special_tokens: bool = True
 
 
-class DetokenizeRequest(BaseModel):  # type: ignore[misc]
+class DetokenizeRequest(ApiObject):
     """The body of /detokenize."""
 
-    model_config = ConfigDict(extra="forbid")
     model: str | None = None
     tokens: list[int]
 
@@ -278,12 +286,13 @@ def num_prompts(prompt: Any) -> int:
 
 
 def validate(kind: type[Any], fields: dict[str, Any], max_items: int) -> Any:
-    """The validated request; a field that is null counts as absent. Raises ApiError.
+    """The validated request. Raises ApiError.
 
     max_items: the most items of any list or object.
     """
     try:
-        present = _without_nulls(fields, max_items)
+        _check_num_items(fields, max_items)
+        present = dict(fields)
         json.dumps(present, ensure_ascii=False).encode()
         for name, disabled in DISABLED_VALUES.items():
             is_other = type(present.get(name)) is not type(disabled) or present[name] != disabled
@@ -313,19 +322,17 @@ def _validation_error(error: ValidationError) -> ApiError:
     return invalid_request(f"{field}: {reason}" if field else reason, field or None)
 
 
-def _without_nulls(value: Any, max_items: int) -> Any:
+def _check_num_items(value: Any, max_items: int) -> None:
     if not isinstance(value, (dict, list)):
-        return value
+        return
     if len(value) > max_items:
         raise invalid_request(
             f"{len(value)} items in one list or object are more than the {max_items} that this "
             "server accepts; send fewer.",
             code="context_length_exceeded",
         )
-    if isinstance(value, list):
-        return [_without_nulls(item, max_items) for item in value]
-    pairs = ((name, item) for name, item in value.items() if item is not None)
-    return {name: _without_nulls(item, max_items) for name, item in pairs}
+    for item in value.values() if isinstance(value, dict) else value:
+        _check_num_items(item, max_items)
 
 
 @dataclass

@@ -50,6 +50,12 @@ def test_whatever_is_sampled_is_json_of_the_schema(tokenizer, seed):
     assert isinstance(answer["age"], int) and answer["age"] <= 99
 
 
+def test_a_constant_that_is_null_is_the_only_answer(tokenizer):
+    schema = {"type": "object", "properties": {"a": {"const": None}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    assert json.loads(text_of(tokenizer, schema, 0)) == {"a": None}
+
+
 def test_a_schema_that_is_not_understood_is_an_error(tokenizer):
     with pytest.raises(ValueError, match="no-such-type"):
         GrammarCompiler(tokenizer, len(tokenizer)).json({"type": "no-such-type"})
