@@ -179,16 +179,16 @@ def _watch(
         raise errors.timed_out(timeout_s) from error
     finally:
         _end(process)
-        if process.returncode == -signal.SIGKILL:
+        if process.returncode != 0:  # killed, in any way: then it has ended nothing below it
             orphans.kill()
         linux.set_subreaper(was_subreaper)
     if signals:
         raise errors.interrupted(signals[0])
-    if code == -signal.SIGKILL:
+    if code < 0:
         raise LaunchError(
-            "the process that supervises the backend launcher was killed from outside (SIGKILL), "
-            "so all ranks of this node were ended.",
-            exit_code=128 + signal.SIGKILL,
+            f"the process that supervises the backend launcher was killed by "
+            f"{errors.signal_name(-code)}, so all ranks of this node were ended.",
+            exit_code=linux.shell_exit_code(code),
         )
     return linux.shell_exit_code(code)
 

@@ -30,7 +30,7 @@ class ForkServerHandle:
         self.output = output
         self.orphans = descendants.Orphans()
         self.popen: subprocess.Popen[bytes] | None = None
-        self.is_reaped = False
+        self.exit_status: int | None = None
         self.pid = _fork(plan, pipes, output)
         if self.pid == 0:
             self.popen = fork_server_exec.spawn(plan)
@@ -48,20 +48,19 @@ class ForkServerHandle:
             self.output.close()
             linux.set_subreaper(was_subreaper)
 
-    def reap(self) -> None:
-        """Kill and reap the fork server and everything below it, whatever has happened."""
-        if self.is_reaped:
-            return
-        self.is_reaped = True
-        linux.send_signal(self.pid, signal.SIGKILL)
-        if self.popen is not None:
-            status = self.popen.wait()
-        else:
-            status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        # A fork server that was killed, by us or from outside, has ended none of its descendants.
-        # As the subreaper above it, this process has adopted them.
-        if status == -signal.SIGKILL:
-            self.orphans.kill()
+    def reap(self) -> int:
+        """Kill and reap the fork server and everything below it; the status that it ended with."""
+        if self.exit_status is None:
+            linux.send_signal(self.pid, signal.SIGKILL)
+            if self.popen is not None:
+                self.exit_status = self.popen.wait()
+            else:
+                self.exit_status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            # Only with 0 it has ended all of its descendants. Whatever else has ended it, this
+            # process, as the subreaper above it, has adopted them.
+            if self.exit_status != 0:
+                self.orphans.kill()
+        return self.exit_status
 
 
 def _fork(plan: ForkPlan, pipes: LauncherPipes, output: Output) -> int:

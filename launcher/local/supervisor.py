@@ -75,8 +75,11 @@ class Supervisor:
         self.oom_kills_before = linux.count_oom_kills()
         self.began_s = time.monotonic()
 
-    def run(self, reap: Callable[[], None]) -> list[Any]:
-        """Each rank's result, or LaunchError. reap: ends all that the fork server may leave."""
+    def run(self, reap: Callable[[], int]) -> list[Any]:
+        """Each rank's result, or LaunchError.
+
+        reap: ends all that the fork server may leave, and returns how it has ended itself.
+        """
         self._register_pipes()
         self._admit_watch()
         if self.job.timeout_s is not None:
@@ -85,12 +88,16 @@ class Supervisor:
         with self.selector, stop_signals.dispatched_to(self.selector, self._on_signal):
             while self.server_lives:
                 self._poll_once()
-            reap()  # only then has nobody else an end of the ranks' pipes, and they can be drained
+            # Only then has nobody else an end of the ranks' pipes, and they can be drained.
+            server_status = reap()
             self._drain_pipes()
             while self.output.is_waiting and self.stop_requests < 2:
                 self._poll_once()
         oom_killed = linux.count_oom_kills() > self.oom_kills_before
-        return outcome.results_or_raise(self.job, self.ranks, self.began_s, self.reason, oom_killed)
+        reason = self.reason
+        if reason is None and any(rank.is_running for rank in self.ranks):
+            reason = outcome.server_ended(server_status)
+        return outcome.results_or_raise(self.job, self.ranks, self.began_s, reason, oom_killed)
 
     def _poll_once(self) -> None:
         """Wait for an event or a timer, and handle it."""
@@ -268,8 +275,7 @@ class Supervisor:
             self.is_ending
             or now - (self.server_stopped_s or now) > timings.TIMINGS.stopped_server_s
         ):
-            how = "suspended from outside (SIGSTOP) and not resumed"
-            self._set_end_reason(outcome.server_ended(how, signal.SIGSTOP))
+            self._set_end_reason(outcome.server_ended(-signal.SIGSTOP))
             linux.send_signal(self.server_pid, signal.SIGKILL)
 
     def _set_end_reason(self, reason: EndReason) -> None:

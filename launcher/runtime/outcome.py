@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from launcher import errors
-from launcher.errors import Failure, LaunchError, LaunchInterrupted
+from launcher.errors import Failure, LaunchError, LaunchInterrupted, signal_name
 from launcher.job import Job
 from launcher.runtime.rank_state import LaunchedRank, without_launcher
+from launcher.system import linux
 
 Failures = tuple[Failure, ...]
 # Makes the error of a launch that was not ended by a failure of a rank, from those that followed.
@@ -29,9 +30,6 @@ def results_or_raise(
     ended = [rank for rank in ranks if not rank.was_outlived]
     failed = [rank for rank in ended if rank.has_failed or (must_return and rank.exited_early)]
     failures = errors.by_cause(rank.failure(began_s) for rank in failed)
-    if reason is None and any(rank.is_running for rank in ranks):
-        how = "killed from outside (the kernel does so where memory runs out: see `dmesg`)"
-        reason = server_ended(how, signal.SIGKILL)
     if reason is not None:
         raise reason(failures)
     if failures:
@@ -73,10 +71,19 @@ def unwritable_output(error: OSError) -> EndReason:
     )
 
 
-def server_ended(how: str, number: int) -> EndReason:
-    """Somebody, or the kernel, has sent this signal to the fork server."""
-    text = f"the fork server of the ranks was {how}, so all of them were ended."
-    return lambda failures: LaunchError(text, failures, 128 + number)
+def server_ended(status: int) -> EndReason:
+    """The fork server has ended before its ranks, with this status, or -SIGSTOP was suspended."""
+    how = {
+        -signal.SIGKILL: "was killed from outside (the kernel does so where memory runs out: see "
+        "`dmesg`)",
+        -signal.SIGSTOP: "was suspended from outside (SIGSTOP) and not resumed",
+    }.get(status)
+    if how is None:
+        how = (
+            f"exited with code {status}" if status >= 0 else f"was killed by {signal_name(-status)}"
+        )
+    text = f"the fork server of the ranks {how}, so all of them were ended."
+    return lambda failures: LaunchError(text, failures, linux.shell_exit_code(status) or 1)
 
 
 def _notes(first: Failure, ranks: list[LaunchedRank], oom_killed: bool) -> Iterator[str]:

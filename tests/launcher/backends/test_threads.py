@@ -135,16 +135,18 @@ def test_stop_signals_end_threads_and_the_processes_that_they_have_started(comma
     assert not command.left()
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 @pytest.mark.parametrize("victim", ["launcher", "reaper", "threads"])
-def test_processes_that_threads_have_started_end_if_one_of_ours_is_killed(command, victim):
-    """Those in sessions of their own were left if the launcher was killed."""
+def test_processes_that_threads_have_started_end_if_one_of_ours_is_killed(command, victim, number):
+    """Those in sessions of their own were left if the launcher was killed, or a reaper crashed."""
     text = LEAVES_A_CHILD.replace("SECONDS", "60").replace('"ready"', "os.getpid(), os.getppid()")
     process = command.start("run", "-n", "2", "--launcher", "threads", command.script(text))
     threads, reaper = map(int, process.stdout.readline().split()[1:])
-    os.kill({"launcher": process.pid, "reaper": reaper, "threads": threads}[victim], signal.SIGKILL)
+    os.kill({"launcher": process.pid, "reaper": reaper, "threads": threads}[victim], number)
     _, err = process.communicate(timeout=60)
     assert not command.left(patience_s=30)
-    assert victim == "launcher" or ("killed" in err and process.returncode == 137), err
+    assert victim == "launcher" or process.returncode == 128 + number, err
+    assert victim == "launcher" or f"was killed by {number.name}" in err, err
 
 
 @pytest.mark.parametrize("how", ["timeout", "SIGINT"])

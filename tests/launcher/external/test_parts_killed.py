@@ -62,7 +62,7 @@ def parts(command):
 @pytest.mark.parametrize(
     ("part", "cause"),
     [
-        ("reaper", "the process that supervises the backend launcher was killed from outside"),
+        ("reaper", "the process that supervises the backend launcher was killed by SIGKILL"),
         soak("agent", "torchrun, or a process that it runs, was killed by SIGKILL"),
         ("wrapper", "rank 1 ended without a word"),
         soak("rank", "rank 1 (local rank 1, pid "),

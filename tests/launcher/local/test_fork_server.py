@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -83,16 +84,29 @@ time.sleep(60)
 
 
 @pytest.fixture
-def stopped(command):
-    """Start two ranks with children in sessions of their own, and stop their fork server."""
+def signalled(command):
+    """Start two ranks with children in sessions of their own, and send a signal to their server."""
 
-    def start(*options):
+    def start(number, *options):
         process = command.start("run", "-n", "2", *options, command.script(RUNNING))
         wait_for(lambda: len(list(Path(command.folder).glob("running-*"))) == 2)
-        os.kill(server_of(process), signal.SIGSTOP)
+        os.kill(server_of(process), number)
         return process
 
     return start
+
+
+@pytest.fixture
+def stopped(signalled):
+    return functools.partial(signalled, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGKILL])
+def test_whatever_kills_the_fork_server_its_name_is_told_and_nothing_is_left(signalled, number):
+    """Only the signal SIGKILL was recognised; after another, children of ranks stayed for good."""
+    code, text = ended(signalled(number))
+    assert code == 128 + number and "the fork server of the ranks was killed" in text
+    assert number == signal.SIGKILL or f"was killed by {number.name}" in text
 
 
 def test_stopped_fork_server_is_named_and_the_launch_ends(stopped, command):
