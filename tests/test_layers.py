@@ -36,7 +36,8 @@ ORDER = {
         "cli backend_info __main__ torch_backend compile",
     ),
     "drumline": (
-        "base core",
+        "base contact",
+        "core",
         "planner checkpoint",
         "offload kv_cache weight_formats",
         "tensor_parallel compile_once",

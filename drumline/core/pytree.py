@@ -14,14 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from transformers import cache_utils
-from transformers.cache_utils import Cache, EncoderDecoderCache
-from transformers.utils import ModelOutput
 
+from drumline.contact.caches import Cache, is_cache, pair_of
+from drumline.contact.outputs import Output, is_output
 from drumline.errors import DrumlineError
-
-# transformers before 5.23 has no class of its own for it.
-KVSharingDict: Any = getattr(cache_utils, "KVSharingDict", UserDict)
 
 TreeSpec = tuple[Any, ...]
 
@@ -58,13 +54,13 @@ def flatten(value: Any, leaves: Leaves, handle: Callable[[Cache], int]) -> TreeS
         return ("int",)
     if isinstance(value, (tuple, list, dict)):
         return _container_spec(value, lambda item: flatten(item, leaves, handle))
-    if isinstance(value, Cache):
+    if is_cache(value):
         return _flatten_cache(value, leaves, handle)
     if isinstance(value, UserDict):
         leaves.shared.append(value)
         keys = [key if isinstance(key, int) else _key(key) for key in value]  # names, or layers
         values = [flatten(item, leaves, handle) for item in value.values()]
-        return ("shared", *zip(keys, values, strict=True))
+        return ("shared", full_name(type(value)), *zip(keys, values, strict=True))
     if isinstance(value, torch.dtype):
         return ("dtype", str(value).removeprefix("torch."))
     raise DrumlineError(
@@ -75,8 +71,7 @@ def flatten(value: Any, leaves: Leaves, handle: Callable[[Cache], int]) -> TreeS
 
 
 def _flatten_cache(cache: Cache, leaves: Leaves, handle: Callable[[Cache], int]) -> TreeSpec:
-    if isinstance(cache, EncoderDecoderCache):
-        pair = (cache.self_attention_cache, cache.cross_attention_cache)
+    if pair := pair_of(cache):
         return ("pair", *[flatten(part, leaves, handle) for part in pair])
     leaves.caches.append(cache)
     leaves.ints.append(handle(cache))
@@ -84,18 +79,18 @@ def _flatten_cache(cache: Cache, leaves: Leaves, handle: Callable[[Cache], int])
 
 
 def _container_spec(value: Any, spec_of: Callable[[Any], TreeSpec]) -> TreeSpec:
-    """The spec of a container; a ModelOutput, such as that of ViTMAE's decoder, keeps its class."""
+    """The spec of a container; an Output, such as that of ViTMAE's decoder, keeps its class."""
     if not isinstance(value, dict):
         kind = "list" if isinstance(value, list) else "tuple"
         return (kind, *[spec_of(item) for item in value])
     items = ("dict", *[(_key(key), spec_of(item)) for key, item in value.items()])
-    return ("made", full_name(type(value)), items) if isinstance(value, ModelOutput) else items
+    return ("made", full_name(type(value)), items) if is_output(value) else items
 
 
 def _container(spec: Any, value_of: Callable[[Any], Any]) -> Any:
     """The container that has this spec."""
     if spec[0] == "made":
-        return class_named(spec[1], ModelOutput)(**value_of(spec[2]))
+        return class_named(spec[1], Output)(**value_of(spec[2]))
     if spec[0] == "dict":
         return {key: value_of(item) for key, item in spec[1:]}
     values = [value_of(item) for item in spec[1:]]
@@ -104,8 +99,10 @@ def _container(spec: Any, value_of: Callable[[Any], Any]) -> Any:
 
 def _children(spec: Any) -> Sequence[Any]:
     """The specs of the items of a container."""
-    if spec[0] in ("dict", "shared"):
+    if spec[0] == "dict":
         return [item for _, item in spec[1:]]
+    if spec[0] == "shared":
+        return [item for _, item in spec[2:]]
     if spec[0] in ("tuple", "list", "pair"):
         return spec[1:]  # type: ignore[no-any-return]
     return spec[2:] if spec[0] == "made" else ()
@@ -142,7 +139,7 @@ class CacheLookup(Protocol):
     """The caches of the receiving side by number."""
 
     def cache(self, number: int) -> Cache: ...
-    def pair(self, own: Cache, cross: Cache) -> EncoderDecoderCache: ...
+    def pair(self, own: Cache, cross: Cache) -> Cache: ...
 
 
 @dataclass
@@ -170,8 +167,8 @@ def unflatten(spec: Any, unflattener: Unflattener) -> Any:
     if kind == "pair":
         return unflattener.caches.pair(*(unflatten(item, unflattener) for item in spec[1:]))
     if kind == "shared":
-        items = {key: unflatten(item, unflattener) for key, item in spec[1:]}
-        unflattener.shared.append(KVSharingDict(items))
+        items = {key: unflatten(item, unflattener) for key, item in spec[2:]}
+        unflattener.shared.append(class_named(spec[1], UserDict)(items))
         return unflattener.shared[-1]
     return _container(spec, lambda item: unflatten(item, unflattener))
 
@@ -193,7 +190,7 @@ def flatten_output(value: Any, inputs: Sequence[torch.Tensor], new: list[torch.T
         return ("value", value)
     if isinstance(value, (tuple, list, dict)):
         return _container_spec(value, lambda item: flatten_output(item, inputs, new))
-    if isinstance(value, Cache):
+    if is_cache(value):
         return ("cache",)
     raise DrumlineError(
         f"a layer returned a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
@@ -217,17 +214,6 @@ def unflatten_output(
     if kind == "written":
         return inputs[spec[1]].copy_(next(new))
     return _container(spec, lambda item: unflatten_output(item, inputs, new, caches))
-
-
-def iter_caches(value: Any) -> Iterator[Cache]:
-    """The caches in a value, in the order of `flatten`."""
-    if isinstance(value, EncoderDecoderCache):
-        yield from (value.self_attention_cache, value.cross_attention_cache)
-    elif isinstance(value, Cache):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from iter_caches(item)
 
 
 def changed_items(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from transformers.cache_utils import Cache
 
-from drumline.core.pytree import Leaves, TreeSpec, flatten, iter_caches
+from drumline.contact.caches import Cache, iter_caches
+from drumline.core.pytree import Leaves, TreeSpec, flatten
 from drumline.errors import DrumlineError, PeerLost, StageError
 from drumline.kv_cache.proxy import cache_number, came_filled
 from drumline.pipeline.deferred_calls import DeferredCalls, InternedSpec, OutputUsage

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
 
+from drumline.contact.caches import Cache
 from drumline.core import pytree
 from drumline.errors import DrumlineError
 from drumline.kv_cache import proxy

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from drumline.contact.caches import iter_caches
 from drumline.core import pytree
 from drumline.errors import DrumlineError, describe_with_traceback
 from drumline.kv_cache.owner import CacheRegistry
@@ -75,7 +76,7 @@ class StageCall:
     # the first call of a layer, versions show the master which layers of the cache it fills.
     def layer_versions(self) -> list[LayerVersion]:
         """The version of each layer of the first cache among the arguments."""
-        cache = next(pytree.iter_caches((self.args, self.kwargs)), None)
+        cache = next(iter_caches((self.args, self.kwargs)), None)
         return [] if cache is None else [version_of(layer) for layer in cache.layers]
 
     def filled(self, before: list[LayerVersion]) -> list[tuple[int, int, int]]:
