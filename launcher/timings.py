@@ -62,6 +62,8 @@ class Timings:
     reaper_exit_s: float = 10.0
     # Longer than reading the records of all ranks; how late a failure of one is noticed.
     backend_poll_s: float = 0.5
+    # Longer than a look at all processes of a machine costs; how late a suspended one is told.
+    suspended_poll_s: float = 2.0
     # Longer than `mpiexec --version` and its like take on a cold file system.
     version_answer_s: float = 30.0
 

@@ -31,6 +31,7 @@ COLLECTIVES = (
 WRAPPERS = 2  # functions of ours or torch's at most, from the user's line to the call's own
 MAX_FRAMES, MAX_RANKS = 8, 4  # in an error
 TOGETHER = "Let one of them send first, or make them in one `with comm.group():`."
+OF_ISEND = " What `isend` has sent, `irecv` receives, not `recv`."
 SAME_CALLS = "All ranks must make the same collective calls, and every recv needs its send."
 
 
@@ -149,8 +150,11 @@ def describe(
         chain.append(next_rank)
         last = next_rank
     if len(chain) > 1 and last.call and is_seen:
-        is_cycle = last.call in MESSAGES and last.other >= 0
-        return f"Deadlock: {', and '.join(map(str, chain))}. {TOGETHER if is_cycle else SAME_CALLS}"
+        waits = ", and ".join(map(str, chain))
+        if last.call not in MESSAGES or last.other < 0:
+            return f"Deadlock: {waits}. {SAME_CALLS}"
+        hint = OF_ISEND * all(stuck.call == "recv" for stuck in chain)
+        return f"Deadlock: {waits}. {TOGETHER}{hint}"
     if len(chain) > 1:
         return _describe_late(chain[1:], describe_rank)
     late = [stuck for rank in others if (stuck := look(rank)) and stuck.call != me.call]

@@ -7,7 +7,6 @@ It runs a job, and writes how each rank has ended to the job's folder if one has
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import logging
 import signal
@@ -23,6 +22,7 @@ from launcher.job import Job, Target
 from launcher.local import auto_preload
 from launcher.records import json_values
 from launcher.runtime import log_setup, mpi_import_check, rank_process
+from launcher.system import linux, stop_signals
 from launcher.system.stop_signals import STOP_SIGNALS
 
 NAME = "the process of the threads"
@@ -51,10 +51,12 @@ def main(text: str) -> int:
     faulthandler.enable()
     log_setup.configure()
     mpi_import_check.install("the ranks, threads of one process", job.nprocs)
-    for number in STOP_SIGNALS:
-        signal.signal(number, _raise_interrupted)
-    _import_before_threads(job)
+    linux.set_process_name("ranks (threads)")
     try:
+        for number in STOP_SIGNALS:
+            signal.signal(number, _raise_interrupted)
+        stop_signals.unblock()
+        _import_before_threads(job)
         with threads.rank_streams(replace(job, log_dir=str(logs) if logs.is_dir() else None)):
             threads.run(job)
     except LaunchError as error:
@@ -82,8 +84,12 @@ def _import_before_threads(job: Job) -> None:
                 names.module,
                 job.nprocs,
             )
-        with contextlib.suppress(Exception):  # which a rank will report
+        try:
             names.load()
+        except LaunchError:
+            raise  # by a stop signal, meanwhile
+        except Exception:
+            pass  # a rank will report it
 
 
 def _raise_interrupted(number: int, _frame: object) -> None:

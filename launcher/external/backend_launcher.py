@@ -23,6 +23,7 @@ from launcher import errors, launch_secret, ports, target, timings
 from launcher.errors import Failure, LaunchError
 from launcher.external import node_rendezvous
 from launcher.external.rank_main import LOGS
+from launcher.external.suspended import SuspendedProcesses
 from launcher.job import Job
 from launcher.launch_info import ENV_PREFIX, SETTINGS
 from launcher.records import json_values
@@ -164,8 +165,15 @@ def _watch(
     deadline = math.inf if timeout_s is None else began_s + timeout_s
     reaper = [sys.executable, "-m", "launcher.external.reaper", str(os.getpid()), folder]
     orphans, was_subreaper = descendants.Orphans(), linux.set_subreaper(True)
-    with explained_limit():
-        process = subprocess.Popen([*reaper, *command], env=environ, start_new_session=True)
+    # The reaper inherits the mask: it takes a signal once it has handlers, not in Python's start.
+    stop_signals.block()
+    try:
+        with explained_limit():
+            process = subprocess.Popen([*reaper, *command], env=environ, start_new_session=True)
+    except OSError:
+        stop_signals.unblock()
+        raise
+    suspended = SuspendedProcesses(process.pid)
     signals: list[int] = []
 
     def pass_on(number: int) -> None:  # the reaper kills at the second
@@ -174,9 +182,10 @@ def _watch(
 
     try:
         with stop_signals.handled_by(pass_on):
-            code = _wait(process, folder, deadline)
+            stop_signals.unblock()
+            code = _wait(process, folder, deadline, suspended)
     except subprocess.TimeoutExpired as error:
-        raise errors.timed_out(timeout_s) from error
+        raise errors.timed_out(timeout_s, note=suspended.note()) from error
     finally:
         _end(process)
         if process.returncode != 0:  # killed, in any way: then it has ended nothing below it
@@ -193,9 +202,11 @@ def _watch(
     return linux.shell_exit_code(code)
 
 
-def _wait(process: subprocess.Popen[bytes], folder: str, deadline: float) -> int:
+def _wait(
+    process: subprocess.Popen[bytes], folder: str, deadline: float, suspended: SuspendedProcesses
+) -> int:
     """The reaper's exit status. It is asked to end what still runs a while after a failure."""
-    end_at = math.inf
+    end_at, look_at = math.inf, time.monotonic() + timings.TIMINGS.suspended_poll_s
     while (now := time.monotonic()) < deadline:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(min(timings.TIMINGS.backend_poll_s, deadline - now))
@@ -204,6 +215,9 @@ def _wait(process: subprocess.Popen[bytes], folder: str, deadline: float) -> int
         if now > end_at:
             _signal(process, signal.SIGTERM)
             end_at = deadline
+        if now > look_at:
+            suspended.tell()
+            look_at = now + timings.TIMINGS.suspended_poll_s
     raise subprocess.TimeoutExpired(process.args, deadline)
 
 

@@ -23,7 +23,7 @@ from launcher.job import Job, Target
 from launcher.launch_info import LaunchInfo
 from launcher.records import json_values
 from launcher.runtime import rank_environment, rank_process
-from launcher.system import nesting
+from launcher.system import linux, nesting
 
 LOGS = "logs"  # in FOLDER, a link to the folder for the output of ranks, if there is one
 
@@ -56,6 +56,7 @@ def _complete_record(folder: Path, rank: int, failure: dict[str, Any]) -> None:
 def _run_rank(folder: Path, job: Job, report_identity: Callable[..., None]) -> int:
     info = detection.current()
     report_identity(rank=info.rank, local_rank=info.local_rank)
+    linux.set_process_name(f"rank {info.rank}")
     if info.rank != 0:
         rank_process.close_stdin()
     with _torchrun_variables(info):

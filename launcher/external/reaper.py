@@ -33,7 +33,8 @@ def main(parent: str, folder: str, *command: str) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     linux.die_with(int(parent), signal.SIGTERM)
     try:
-        pre_exec = functools.partial(_pre_exec, os.getpid())
+        is_ours = command[1:2] == ("-m",) and command[2].startswith("launcher.")
+        pre_exec = functools.partial(_pre_exec, os.getpid(), is_ours)
         with explained_limit():
             backend = subprocess.Popen(command, preexec_fn=pre_exec)
     except OSError as error:
@@ -50,8 +51,14 @@ def main(parent: str, folder: str, *command: str) -> int:
     return linux.shell_exit_code(code)
 
 
-def _pre_exec(reaper: int) -> None:
+def _pre_exec(reaper: int, stays_blocked: bool) -> None:
+    """stays_blocked: a program of ours unblocks stop signals itself, once it can take them.
+
+    In Python's start, they would be a traceback of Python.
+    """
     stop_signals.reset_in_child()
+    if stays_blocked:
+        stop_signals.block()
     linux.die_with(reaper, signal.SIGTERM)
 
 

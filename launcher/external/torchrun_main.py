@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import importlib
 import logging
+import signal
 import sys
 from pathlib import Path
+
+from launcher.system import stop_signals
 
 
 def main(folder: str, *arguments: str) -> int:
     """The exit code. A rank that has left no record in FOLDER is reported as torchrun does."""
+    # Until torchrun has its own handlers, the stop signals end this process: there is no rank yet,
+    # and KeyboardInterrupt in the middle of an import is nothing to show.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    stop_signals.unblock()
     torchrun = importlib.import_module("torch.distributed.run")
     multiprocessing = importlib.import_module("torch.distributed.elastic.multiprocessing")
     logging.disable(logging.ERROR)  # its lines on ranks that failed, or are ended for it

@@ -215,7 +215,10 @@ class Supervisor:
         rank = self.ranks[record["rank"] - self.ranks[0].info.rank]
         if "pid" in record:
             rank.pid = record["pid"]
+        elif "continued" in record:
+            rank.is_suspended = False
         elif "suspended" in record:
+            rank.is_suspended = True
             self.output.notice(
                 f"rank {rank.info.rank} (pid {rank.pid}) was suspended by "
                 f"{signal_name(record['suspended'])}, and the others will wait for it: "

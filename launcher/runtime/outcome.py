@@ -40,12 +40,20 @@ def results_or_raise(
 def timed_out(job: Job, ranks: list[LaunchedRank]) -> EndReason:
     """The launch took too long; ranks: where each of them was, by the time of the error."""
 
+    # Now: to be ended, they are resumed.
+    suspended = [
+        f"\n\nrank {rank.info.rank} (pid {rank.pid}) was suspended."
+        for rank in ranks
+        if rank.is_suspended
+    ]
+
     def error(failures: Failures) -> LaunchError:
         stacks = [
             f"\n\nrank {rank.info.rank} was here:\n{without_launcher(rank.dump)}"
             for rank in ranks
             if rank.dump
         ]
+        stacks += suspended
         if not any(rank.pid for rank in ranks):
             stacks = [", while modules were imported before the ranks were forked"]
         return errors.timed_out(job.timeout_s, failures, note="".join(stacks))

@@ -34,6 +34,7 @@ class LaunchedRank:
     signalled_s: float | None = None
     outlives_failures: bool = False
     was_outlived: bool = False
+    is_suspended: bool = False
 
     @property
     def is_running(self) -> bool:

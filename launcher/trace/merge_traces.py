@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import statistics
@@ -16,8 +17,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from launcher.errors import LaunchError
 from launcher.trace.recorder import clock, event, rank_name
 
+log = logging.getLogger("launcher")
 LAUNCHER = -1  # the "rank" of the launcher itself
 
 
@@ -26,20 +29,35 @@ def recordings_merged_into(out: Path, nnodes: int = 1) -> Iterator[Path]:
     """A folder for the recordings of a launch, merged into out at the end of the body.
 
     For several nodes it is in the folder of out, which they are more likely to share than /tmp.
-    Raises OSError at once if out cannot be written.
+    Raises OSError at once if out cannot be written. Raises LaunchError if it could not be in the
+    end, unless the body has raised already; that is logged then.
     """
     out.open("a").close()
     launcher = os.getpid()
     prefix, parent = f"drumline-trace-{launcher}-", out.absolute().parent if nnodes > 1 else None
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-    start = time.monotonic_ns()
+    start, has_failed = time.monotonic_ns(), True
     try:
         yield folder
+        has_failed = False
     finally:
         if os.getpid() == launcher:  # not in a forked rank that unwinds through here
             duration = time.monotonic_ns() - start
-            merge(folder, out, [event("launch", "start", start, duration, LAUNCHER, 0, {})])
-            shutil.rmtree(folder)
+            launch = event("launch", "start", start, duration, LAUNCHER, 0, {})
+            _merge_launch(folder, out, launch, has_failed)
+
+
+def _merge_launch(folder: Path, out: Path, launch: dict[str, Any], has_failed: bool) -> None:
+    """Merge, and remove the folder in any case. A failure of the launch itself is not hidden."""
+    try:
+        merge(folder, out, [launch])
+    except OSError as error:
+        problem = f"the trace could not be written: {error}. Free some space, or name another file."
+        if not has_failed:
+            raise LaunchError(f"The ranks ended well, but {problem}") from error
+        log.error("%s", problem)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def merge(folder: Path, out: Path, launch: Iterable[dict[str, Any]] = ()) -> int:
@@ -63,8 +81,12 @@ def write(trace: dict[str, Any], out: Path) -> None:
     """Write a trace to a file, ordered by time. Raises OSError if it cannot be written."""
     trace["traceEvents"].sort(key=lambda event: float(event.get("ts", 0)))
     part = out.with_name(out.name + ".part")
-    part.write_text(json.dumps({**trace, "displayTimeUnit": "ns"}))
-    part.replace(out)
+    try:
+        part.write_text(json.dumps({**trace, "displayTimeUnit": "ns"}))
+        part.replace(out)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(out)) from error  # a write names no file
 
 
 def read(files: Sequence[Path]) -> dict[str, Any]:

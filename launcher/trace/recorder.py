@@ -121,8 +121,11 @@ class Recorder:
     def _write(self) -> None:
         """Encode and write what is buffered; many at once, to keep the calls themselves fast."""
         if not self._file.closed:
-            self._file.write("".join(json.dumps(record) + "\n" for record in self._buffered))
-            self._file.flush()
+            try:
+                self._file.write("".join(json.dumps(record) + "\n" for record in self._buffered))
+                self._file.flush()
+            except OSError as error:  # which names no file
+                raise OSError(error.errno, error.strerror, self._file.name) from error
         self._buffered.clear()
 
 

@@ -35,6 +35,7 @@ def test_a_circle_of_receives_is_a_deadlock_told_with_every_line(report, backend
     assert any(f"Deadlock: {circle}. Let one of them send first" in text for circle in circles), (
         text
     )
+    assert "What `isend` has sent, `irecv` receives" in text
 
 
 @pytest.mark.parametrize("first", ["0", "1"])

@@ -14,6 +14,7 @@ from launcher import timings
 from launcher.backends import threads_main
 from launcher.job import Job, Target
 from launcher.local import auto_preload
+from tests.launcher.conftest import ROOT
 
 
 class Unprintable(Exception):
@@ -150,15 +151,44 @@ def test_processes_that_threads_have_started_end_if_one_of_ours_is_killed(comman
 
 
 @pytest.mark.parametrize("how", ["timeout", "SIGINT"])
-def test_a_suspended_process_of_threads_is_ended(command, how):
+def test_a_suspended_process_of_threads_is_told_and_ended(command, how):
+    """It was waited for without a word."""
     script = command.script("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)")
-    limit = ["--timeout", "1"] if how == "timeout" else []
+    limit = ["--timeout", "5"] if how == "timeout" else []
     process = command.start("run", "-n", "1", "--launcher", "threads", *limit, script)
-    os.kill(int(process.stdout.readline().split()[1]), signal.SIGSTOP)
+    pid = int(process.stdout.readline().split()[1])
+    os.kill(pid, signal.SIGSTOP)
+    assert f"`kill -CONT {pid}` resumes it" in process.stderr.readline()
     if how == "SIGINT":
         process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == (130 if how == "SIGINT" else 124), err
+    assert how == "SIGINT" or f"ranks (threads) (pid {pid})" in err, err
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "moment"),
+    [
+        ("threads", "launcher.external.reaper", "sitecustomize"),
+        ("threads", "launcher.backends.threads_main", "sitecustomize"),
+        ("threads", "launcher.backends.threads_main", "numpy"),
+        ("torchrun", "launcher.external.torchrun_main", "sitecustomize"),
+        ("torchrun", "launcher.external.torchrun_main", "torch"),
+    ],
+)
+def test_ctrl_c_in_the_start_or_an_import_of_a_part_prints_no_traceback(
+    command, name, part, moment
+):
+    """Python printed its own, and of threads the signal was lost with an import's errors."""
+    (command.folder / f"{moment}.py").write_text(
+        "import os, signal, sys, time\n"
+        f"if {part!r} in sys.orig_argv: os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    environ = {"PYTHONPATH": f"{command.folder}{os.pathsep}{ROOT}"}
+    script = command.script("import time, numpy\ntime.sleep(60)")
+    ended = command.run("run", "-n", "1", "--launcher", name, script, env=environ, timeout=60)
+    assert ended.code == 130 and "SIGINT" in ended.err
+    assert "Traceback" not in ended.err and "Fatal" not in ended.err
 
 
 @pytest.mark.parametrize("options", [[], ["--log-dir", "logs"]])

@@ -138,6 +138,26 @@ def test_hosts_without_the_folder_of_the_trace_stay_in_step_with_those_that_have
     assert [rank.communicate(timeout=60)[0] for rank in started] == ["[b'0', b'1']\n"] * 2
 
 
+@pytest.mark.parametrize(
+    ("script", "code", "cause"),
+    [
+        ("", 1, "The ranks ended well, but the trace could not be written"),
+        ("raise SystemExit(3)", 3, "exited with code 3"),
+    ],
+)
+def test_trace_that_cannot_be_written_names_its_file_and_is_no_wrong_usage(
+    command, script, code, cause
+):
+    """The command ended with 2, as if no rank had started, and said `No space left on device`."""
+    arguments = ("run", "-n", "2", "--trace", "out.json", command.script(script))
+    environ = {"TMPDIR": str(command.folder)}
+    ended = command.run(*arguments, around=["prlimit", "--fsize=500"], env=environ)
+    assert ended.code == code and cause in ended.err
+    assert "File too large: 'out.json'" in ended.err and "Free some space" in ended.err
+    left = {path.name for path in command.folder.iterdir()}
+    assert left == {"out.json", arguments[-1].rpartition("/")[2]}
+
+
 def test_recordings_of_several_nodes_are_in_the_folder_of_the_trace(tmp_path):
     with merge_traces.recordings_merged_into(tmp_path / "out.json", nnodes=2) as folder:
         assert folder.parent == tmp_path
