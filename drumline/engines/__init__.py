@@ -2,21 +2,72 @@
 
 from __future__ import annotations
 
-import re
+import inspect
+import json
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from communicator import Unsupported
 
-Version = tuple[int, ...]
+PLAIN = (bool, int, float, str, type(None))
 
 
-def check_version(engine: str, version: str, first: Version, after_last: Version) -> None:
-    """Raise Unsupported for an engine whose interface the adapter was not written for."""
-    numbers = re.match(r"\d+(\.\d+)+", version)
-    if numbers is not None and first <= tuple(map(int, numbers[0].split("."))) < after_last:
-        return
-    variable = f"DRUMLINE_{engine.upper()}"
-    low, high = (".".join(map(str, numbers)) for numbers in (first, after_last))
-    raise Unsupported(
-        f"{variable}=1 with {engine} {version}: this drumline works with {engine} >= {low}, "
-        f"< {high}. Install such a version, or unset {variable} to run {engine} without drumline."
+def record_of(engine: str) -> dict[str, Any]:
+    """The interface of an engine that its adapter was written for.
+
+    The version that it was read from, and by class or module the functions that the adapter calls
+    or replaces, each with its parameters.
+    """
+    path = Path(__file__).parent / f"{engine}_signatures.json"
+    record: dict[str, Any] = json.loads(path.read_text())
+    return record
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    """The names of a function's parameters, with the values that they have if not passed.
+
+    A value that is not a number, text, True, False or None is "...".
+    """
+    listed = inspect.signature(function).parameters.values()
+    return [
+        item.name
+        if item.default is item.empty
+        else f"{item.name}={repr(item.default) if isinstance(item.default, PLAIN) else '...'}"
+        for item in listed
+    ]
+
+
+def check_signatures(engine: str, version: str, *owners: str) -> None:
+    """Raise Unsupported, with its name, for a function that is not as the adapter knows it.
+
+    owners: full names of classes or modules of the record. What matches the record is accepted,
+    whatever its version.
+    """
+    record = record_of(engine)
+    for owner in owners:
+        installed = pkgutil.resolve_name(owner)
+        for name, expected in record[owner].items():
+            function = inspect.getattr_static(installed, name, None)
+            function = getattr(function, "__func__", function)  # of a classmethod
+            actual = parameters(function) if callable(function) else None
+            if actual != expected:
+                raise _mismatch(engine, version, f"{owner}.{name}", expected, actual, record)
+
+
+def _mismatch(
+    engine: str,
+    version: str,
+    function: str,
+    expected: list[str],
+    actual: list[str] | None,
+    record: dict[str, Any],
+) -> Unsupported:
+    now = "is not there" if actual is None else f"is called with ({', '.join(actual)})"
+    variable, recorded = f"DRUMLINE_{engine.upper()}", f"{engine} {record['version']}"
+    return Unsupported(
+        f"{variable}=1 with {engine} {version}: {function} {now}, and in {recorded}, for which "
+        f"drumline's adapter was written, with ({', '.join(expected)}), so its calls would be "
+        f"wrong. Install {recorded}, or unset {variable} to run {engine} without drumline."
     )

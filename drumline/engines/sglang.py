@@ -2,8 +2,9 @@
 
 DRUMLINE_SGLANG=1 SGLANG_USE_CPU_ENGINE=1 python -m sglang.launch_server --tp 2 ...
 
-Written from the source of the versions below, and tested against its signatures: no SGLang installs
-without CUDA. SGLang calls both functions in each of its processes, and swallows what they raise.
+Written from SGLang's source, and tested against what sglang_signatures.json records of it: no
+SGLang installs without CUDA. SGLang calls both functions in each of its processes, and swallows
+what they raise.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 import launcher
 
 ENGINE = "sglang"
-VERSIONS = (0, 5, 23), (0, 5, 24)  # the first, and the one after the last, that was read
 PLATFORM = "drumline.engines.sglang_platform.SglangPlatform"
 GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 

@@ -8,12 +8,18 @@ from sglang.srt.platforms.cpu import CpuSRTPlatform
 
 import launcher
 from communicator import Unsupported
-from drumline.engines import check_version
-from drumline.engines.sglang import ENGINE, VERSIONS
+from drumline.engines import check_signatures
+from drumline.engines.sglang import ENGINE, GROUP
 from drumline.torch_autoload import NAME, register
 
 launcher.engine_request(ENGINE)  # raises for a request that says neither yes nor no
-check_version(ENGINE, sglang.version.__version__, *VERSIONS)
+check_signatures(
+    ENGINE,
+    sglang.version.__version__,
+    "sglang.srt.platforms",
+    "sglang.srt.platforms.cpu.CpuDeviceMixin",
+    "sglang.srt.plugins.hook_registry.HookRegistry",
+)
 if not platforms._is_cpu_available():
     raise Unsupported(
         "DRUMLINE_SGLANG=1 without SGLANG_USE_CPU_ENGINE=1: drumline's adapter was written for "
@@ -26,4 +32,6 @@ class SglangPlatform(CpuSRTPlatform):  # type: ignore[misc]  # SGLang has no typ
     """The one that SGLang has for CPUs."""
 
     def get_torch_distributed_backend_str(self) -> str:
+        """Ours, if SGLang's groups are those that the hooks are for: only now are they imported."""
+        check_signatures(ENGINE, sglang.version.__version__, GROUP)
         return NAME

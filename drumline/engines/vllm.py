@@ -3,7 +3,7 @@
 DRUMLINE_VLLM=1 python -m vllm.entrypoints.openai.api_server --model MODEL --tensor-parallel-size 2
 
 vLLM calls platform() in each of its processes, and swallows what it raises. So everything that can
-be wrong is checked where vLLM imports the platform that it names.
+be wrong is checked where vLLM imports the platform that it names, or asks it about its config.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from communicator import Unsupported
 
 ENGINE = "vllm"
 PLATFORM = "drumline.engines.vllm_platform.DrumlinePlatform"
-VERSIONS = (0, 32), (0, 33)  # the first, and the one after the last, that was read and tried
+DEVICE_COMMUNICATORS = "vllm.distributed.device_communicators"
 
 
 def platform() -> str | None:

@@ -9,13 +9,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import vllm
 from torch.distributed import ProcessGroup
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
 from communicator import Communicator, CommunicatorError
 from communicator import compile as compiled
-from drumline.engines.vllm import timeout_s
+from drumline.engines import check_signatures
+from drumline.engines.vllm import DEVICE_COMMUNICATORS, ENGINE, timeout_s
 from drumline.engines.vllm_communicator import VllmCalls
+
+check_signatures(
+    ENGINE, vllm.__version__, f"{DEVICE_COMMUNICATORS}.cuda_communicator.CudaCommunicator"
+)
 
 
 class VllmCudaCommunicator(VllmCalls, CudaCommunicator):  # type: ignore[misc]  # no types in vLLM

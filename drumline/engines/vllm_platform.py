@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import vllm
 from vllm import platforms
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from drumline.engines import check_version
-from drumline.engines.vllm import ENGINE, VERSIONS, detected_platform, timeout_s
+from drumline.engines.vllm import detected_platform, timeout_s
 
 COMMUNICATORS = {
     "cpu": "drumline.engines.vllm_communicator.VllmCommunicator",
@@ -18,8 +16,7 @@ COMMUNICATORS = {
 
 
 def _detected_platform() -> Any:
-    check_version(ENGINE, vllm.__version__, *VERSIONS)
-    timeout_s()
+    timeout_s()  # raises for a request that says neither yes nor no
     name = detected_platform(platforms.cpu_platform_plugin, platforms.cuda_platform_plugin)
     return resolve_obj_by_qualname(name)
 
@@ -29,6 +26,13 @@ Detected: Any = _detected_platform()
 
 class DrumlinePlatform(Detected):  # type: ignore[misc]  # vLLM has chosen it
     """The platform that vLLM detects."""
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        """As vLLM's. It is called before any worker starts, so a vLLM whose communicators have
+        other signatures is refused here; the platform is known, which they import."""
+        super().check_and_update_config(vllm_config)
+        resolve_obj_by_qualname(COMMUNICATORS[cls.device_type])
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:

@@ -1,7 +1,7 @@
 """What the adapter for SGLang relies on, read from the source in SGLang's wheel, not installed.
 
 pip download --no-deps sglang==0.5.23
-python record_sglang.py sglang-0.5.23-*.whl ../drumline/engines/sglang_signatures.json
+python record_sglang.py sglang-0.5.23-*.whl ../../drumline/engines/sglang_signatures.json
 """
 
 import ast
@@ -9,6 +9,7 @@ import json
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 STATE = "sglang/srt/distributed/parallel_state.py"
 RELIED = (
@@ -35,10 +36,27 @@ def name_of(item: ast.stmt) -> str:
     return ast.unparse(item.target) if isinstance(item, ast.AnnAssign) else ""
 
 
-def described(item: ast.stmt) -> object:
-    """A function's parameters, a class's bases, a constant's value, an attribute's type."""
-    if isinstance(item, ast.FunctionDef):
-        return [argument.arg for argument in (*item.args.args, *item.args.kwonlyargs)]
+def parameters(function: ast.FunctionDef) -> list[str]:
+    """As drumline.engines.parameters has them of a function that is there."""
+    arguments = function.args
+    names = [item.arg for item in (*arguments.args, *arguments.kwonlyargs)]
+    positional = [None] * (len(arguments.args) - len(arguments.defaults)) + arguments.defaults
+    values = [*positional, *arguments.kw_defaults]
+    return [
+        name if value is None else f"{name}={plain(value)}"
+        for name, value in zip(names, values, strict=True)
+    ]
+
+
+def plain(value: ast.expr) -> str:
+    try:
+        return repr(ast.literal_eval(value))
+    except ValueError:
+        return "..."
+
+
+def fact(item: ast.stmt) -> object:
+    """A class's bases, a constant's value, an attribute's type."""
     if isinstance(item, ast.ClassDef):
         return [ast.unparse(base) for base in item.bases]
     if isinstance(item, ast.AnnAssign):
@@ -47,14 +65,19 @@ def described(item: ast.stmt) -> object:
 
 
 def recorded(wheel: Path) -> dict[str, object]:
-    record: dict[str, object] = {"version": wheel.name.split("-")[1]}
+    """By class or module its functions; what else the adapter takes for granted is in "facts"."""
+    record: dict[str, Any] = {"version": wheel.name.split("-")[1], "facts": {}}
     with zipfile.ZipFile(wheel) as archive:
         for file, *names in RELIED:
             item = ast.parse(archive.read(file))
             for name in filter(None, names):
                 item = next(inner for inner in item.body if name_of(inner) == name)
             module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-            record[".".join([module, *filter(None, names)])] = described(item)
+            *owner, name = [module, *filter(None, names)]
+            if isinstance(item, ast.FunctionDef):
+                record.setdefault(".".join(owner), {})[name] = parameters(item)
+            else:
+                record["facts"][".".join([*owner, name])] = fact(item)
     return record
 
 

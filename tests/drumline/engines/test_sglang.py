@@ -4,8 +4,7 @@ SGLang itself was never run with it: it does not install without CUDA.
 """
 
 import importlib
-import inspect
-import json
+import pkgutil
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,32 +15,40 @@ from torch.distributed import HashStore, ProcessGroup
 
 from communicator import Unsupported
 from communicator.torch_interop import store_coordinator
+from drumline.engines import parameters, record_of
 from drumline.engines import sglang as entry
+from tests.programs.recorded_interfaces import refusing, with_signature
 
-RECORD = json.loads((Path(__file__).parent / "sglang_signatures.json").read_text())
+RECORD = record_of("sglang")
+FACTS = RECORD["facts"]
 ROOT = Path(__file__).parents[3]
 BACKEND = "get_torch_distributed_backend_str"
-
-
-def parameters(function):
-    return [*inspect.signature(function).parameters]
+REGISTER = RECORD["sglang.srt.plugins.hook_registry.HookRegistry"]["register"]
 
 
 @pytest.fixture
 def sglang(monkeypatch):
     """The stand-in's modules, with what the record has; SGLang's CPU engine is chosen."""
+    mixin = type("CpuDeviceMixin", (), {BACKEND: with_signature(lambda self: "gloo", ["self"])})
+    register = with_signature(lambda cls, *arguments: None, REGISTER)
+    group = {method: refusing(listed) for method, listed in RECORD[entry.GROUP].items()}
     names = {
         "sglang": {},
         "sglang.version": {"__version__": RECORD["version"]},
         "sglang.srt": {},
         "sglang.srt.platforms": {"_is_cpu_available": lambda: True},
         "sglang.srt.platforms.cpu": {
-            "CpuSRTPlatform": type("CpuSRTPlatform", (), {BACKEND: lambda self: "gloo"})
+            "CpuDeviceMixin": mixin,
+            "CpuSRTPlatform": type("CpuSRTPlatform", (mixin,), {}),
         },
         "sglang.srt.plugins": {},
         "sglang.srt.plugins.hook_registry": {
             "HookType": SimpleNamespace(AROUND="around"),
-            "HookRegistry": SimpleNamespace(register=None),
+            "HookRegistry": type("HookRegistry", (), {"register": classmethod(register)}),
+        },
+        "sglang.srt.distributed": {},
+        "sglang.srt.distributed.parallel_state": {
+            "GroupCoordinator": type("GroupCoordinator", (), group)
         },
     }
     for name, members in names.items():
@@ -71,7 +78,7 @@ def test_the_entry_points_are_in_the_groups_where_sglang_looks():
     project = (ROOT / "pyproject.toml").read_text()
     for group, name in (("PLATFORM_PLUGINS_GROUP", "platform"), ("GENERAL_PLUGINS_GROUP", "hooks")):
         table = project.partition(
-            f'[project.entry-points."{RECORD[f"sglang.srt.plugins.{group}"]}"]'
+            f'[project.entry-points."{FACTS[f"sglang.srt.plugins.{group}"]}"]'
         )
         assert table[2].partition("\n\n")[0].endswith(f'drumline = "{entry.__name__}:{name}"')
         assert callable(getattr(entry, name))
@@ -80,17 +87,29 @@ def test_the_entry_points_are_in_the_groups_where_sglang_looks():
 def test_the_platform_is_sglangs_for_cpus_with_our_backend(sglang):
     platform = imported_platform()
     assert platform.__mro__[1] is sys.modules["sglang.srt.platforms.cpu"].CpuSRTPlatform
-    assert "CpuDeviceMixin" in RECORD["sglang.srt.platforms.cpu.CpuSRTPlatform"]
-    recorded = RECORD[f"sglang.srt.platforms.cpu.CpuDeviceMixin.{BACKEND}"]
+    assert "CpuDeviceMixin" in FACTS["sglang.srt.platforms.cpu.CpuSRTPlatform"]
+    recorded = RECORD["sglang.srt.platforms.cpu.CpuDeviceMixin"][BACKEND]
     assert parameters(getattr(platform, BACKEND)) == recorded
     assert getattr(platform(), BACKEND)() in torch.distributed.Backend.backend_list
 
 
-@pytest.mark.parametrize("version", ["0.5.22", "0.5.24", "0.6.0", "dev"])
-def test_another_sglang_is_refused_with_what_to_do(sglang, version):
-    sglang.version.__version__ = version
-    with pytest.raises(Unsupported, match=rf"sglang {version}: .*sglang >= 0.5.23, .*unset"):
-        imported_platform()
+@pytest.mark.parametrize(
+    ("owner", "function"),
+    [
+        ("sglang.srt.platforms", "_is_cpu_available"),
+        ("sglang.srt.platforms.cpu.CpuDeviceMixin", BACKEND),
+        ("sglang.srt.plugins.hook_registry.HookRegistry", "register"),
+        (entry.GROUP, "all_gather"),
+    ],
+)
+def test_a_sglang_with_another_signature_is_refused_by_its_name(sglang, owner, function):
+    """A release was refused by its number; now any is accepted that the record matches."""
+    sglang.version.__version__ = "0.7.0"
+    imported_platform()().get_torch_distributed_backend_str()
+    sys.modules.pop("drumline.engines.sglang_platform")
+    setattr(pkgutil.resolve_name(owner), function, refusing(["self", "more"]))
+    with pytest.raises(Unsupported, match=rf"sglang 0.7.0: {owner}.{function} .*self, more.*unset"):
+        imported_platform()().get_torch_distributed_backend_str()
 
 
 def test_sglang_for_another_device_is_refused(sglang):
@@ -110,12 +129,11 @@ def test_hooks_are_registered_around_the_calls_of_sglangs_groups(sglang):
     registry = sglang.srt.plugins.hook_registry.HookRegistry
     registry.register = lambda *arguments: registered.append(arguments)
     entry.hooks()
-    recorded = RECORD["sglang.srt.plugins.hook_registry.HookRegistry.register"]
-    assert recorded[1:4] == ["target", "hook", "hook_type"]
+    assert [item.partition("=")[0] for item in REGISTER[1:4]] == ["target", "hook", "hook_type"]
     assert len(registered) == 3
     for target, hook, kind in registered:
         assert kind == "around" and target == f"{entry.GROUP}.{hook.__name__}"
-        assert parameters(hook)[1:] == ["group", *RECORD[target][1:]]
+        assert parameters(hook)[1:] == ["group", *RECORD[entry.GROUP][hook.__name__][1:]]
 
 
 def test_the_calls_of_a_group_are_ours_and_of_one_rank_sglangs(ranks, sglang, monkeypatch):

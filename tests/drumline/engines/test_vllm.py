@@ -5,10 +5,9 @@ Beside vLLM itself: `make engines`.
 
 import contextlib
 import importlib
-import inspect
-import json
+import pkgutil
 import sys
-from pathlib import Path
+import warnings
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -18,10 +17,13 @@ from torch.distributed import HashStore, ProcessGroup, irecv, isend
 import launcher
 from communicator import CommunicatorError, Unsupported
 from communicator.torch_interop import store_coordinator
+from drumline.engines import parameters, record_of
 from drumline.engines import vllm as entry
+from tests.programs.recorded_interfaces import refusing, with_signature
 
-RECORD = json.loads((Path(__file__).parent / "vllm_signatures.json").read_text())
+RECORD = record_of("vllm")
 COMMUNICATORS = "vllm.distributed.device_communicators"
+METHODS = {owner.rpartition(".")[2]: RECORD[owner] for owner in RECORD if owner != "version"}
 # Of vLLM's base class, what does nothing there and nothing here.
 LEFT = {"checkpoint_prepare", "checkpoint_restore", "suspend", "resume"}
 # What works on top of the others, or has no shared memory to offer.
@@ -36,11 +38,8 @@ DEVICES = ["cpu", "cuda"]
 
 def stand_in_class(name: str, *bases: type) -> type:
     """A class with the recorded methods, which all raise."""
-
-    def refuse(self, *args, **kwargs):
-        raise NotImplementedError
-
-    kind = type(name, bases, {method: refuse for method in RECORD[name]})
+    methods = {method: refusing(listed) for method, listed in METHODS[name].items()}
+    kind = type(name, bases, methods)
     if name == "DeviceCommunicatorBase":
         kind.__init__ = base_init
     return kind
@@ -67,17 +66,31 @@ def vllm(monkeypatch):
     """The stand-in's modules; those of the adapter that import them are forgotten afterwards."""
     base = stand_in_class("DeviceCommunicatorBase")
     cpu, cuda = (stand_in_class(f"{name}Communicator", base) for name in ("Cpu", "Cuda"))
-    cuda.__init__, cuda.destroy = base.__init__, lambda self: None
+    recorded = METHODS["CudaCommunicator"]["__init__"]
+    cuda.__init__ = with_signature(
+        lambda self, *a, **options: base_init(self, *a, **options), recorded
+    )
+    cuda.destroy = lambda self: None
     platforms = {
         f"vllm.platforms.{kind}.Platform": type(
-            "Platform", (), {"device_type": kind, "use_custom_allreduce": lambda: True}
+            "Platform",
+            (),
+            {
+                "device_type": kind,
+                "use_custom_allreduce": lambda: True,
+                "check_and_update_config": classmethod(lambda cls, vllm_config: None),
+            },
         )
         for kind in DEVICES
     }
     names = {
         "vllm": {"__version__": RECORD["version"]},
         "vllm.utils": {},
-        "vllm.utils.import_utils": {"resolve_obj_by_qualname": platforms.__getitem__},
+        "vllm.utils.import_utils": {
+            "resolve_obj_by_qualname": lambda name: (
+                platforms.get(name) or pkgutil.resolve_name(name)
+            )
+        },
         "vllm.platforms": {
             f"{kind}_platform_plugin": lambda kind=kind: f"vllm.platforms.{kind}.Platform"
             for kind in DEVICES
@@ -166,11 +179,46 @@ def test_the_deadline_of_calls_is_the_users(monkeypatch):
     assert entry.timeout_s() == 2.5
 
 
-@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0", "dev"])
-def test_another_vllm_is_refused_with_what_to_do(vllm, version):
-    vllm.__version__ = version
-    with pytest.raises(Unsupported, match=rf"vllm {version}: .*vllm >= 0.32, < 0.33.*unset"):
-        importlib.import_module("drumline.engines.vllm_platform")
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_vllm_with_the_recorded_signatures_is_accepted_whatever_its_version(vllm, device):
+    """0.33 was refused by its number, with every signature of 0.32."""
+    vllm.__version__ = "7.0.dev3"
+    configured(vllm, device)
+    assert communicator_class(device)
+
+
+@pytest.mark.parametrize(
+    ("device", "owner", "method"),
+    [
+        ("cpu", "base_device_communicator.DeviceCommunicatorBase", "all_gatherv"),
+        ("cpu", "cpu_communicator.CpuCommunicator", "send_tensor_dict"),
+        ("cuda", "base_device_communicator.DeviceCommunicatorBase", "__init__"),
+        ("cuda", "cuda_communicator.CudaCommunicator", "destroy"),
+    ],
+)
+def test_a_vllm_with_another_signature_is_refused_by_its_name_before_a_worker_starts(
+    vllm, device, owner, method
+):
+    kind, recorded = pkgutil.resolve_name(f"{COMMUNICATORS}.{owner}"), METHODS[owner.split(".")[1]]
+    setattr(kind, method, refusing([*recorded[method], "stream=None"]))
+    vllm.__version__ = "0.34.0"
+    with pytest.raises(Unsupported, match=rf"vllm 0.34.0: .*{owner}.{method} .*stream=None.*unset"):
+        configured(vllm, device)
+    delattr(kind, method)
+    if owner.startswith("base"):
+        message = "is not there" if method != "__init__" else "is called with"
+        with pytest.raises(Unsupported, match=rf"{method} {message}"):
+            configured(vllm, device)
+
+
+def configured(vllm, device):
+    """Import the platform and pass it a config, as vLLM does before it starts workers."""
+    if device == "cuda":
+        vllm.platforms.cpu_platform_plugin = lambda: None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of CUDA, where it was never run
+        platform = importlib.import_module("drumline.engines.vllm_platform").DrumlinePlatform
+    platform.check_and_update_config(None)
 
 
 def test_a_vllm_for_another_device_is_refused(vllm):
@@ -195,17 +243,11 @@ def test_the_platform_is_the_one_that_vllm_detects_with_our_communicator(vllm, d
 
 def test_on_cuda_every_method_is_ours_with_vllms_arguments_or_vllms_own(vllm):
     kind = communicator_class("cuda")
-    required = {**RECORD["DeviceCommunicatorBase"], **RECORD["CudaCommunicator"]}
+    required = {**METHODS["DeviceCommunicatorBase"], **METHODS["CudaCommunicator"]}
     own = {name for name in required if getattr(kind, name).__module__.startswith("drumline.")}
-    private = {name for name in required if name.startswith("_")}
-    assert own - {"__init__"} == set(required) - CUDA_OWN - private
+    assert own - {"__init__"} == set(required) - CUDA_OWN - {"__init__"}
     for name in own - {"__init__"}:
-        parameters = inspect.signature(getattr(kind, name)).parameters.values()
-        listed = [
-            item.name if item.default is item.empty else f"{item.name}={item.default!r}"
-            for item in parameters
-        ]
-        assert listed == required[name], name
+        assert parameters(getattr(kind, name)) == required[name], name
 
 
 def test_on_cuda_results_are_new_tensors_as_vllms_operators_promise(on_ranks):
@@ -244,22 +286,16 @@ def test_on_cuda_the_end_aborts_where_a_graph_keeps_the_communicator(vllm):
 
 def test_every_method_of_vllms_base_class_is_here_with_its_arguments(vllm):
     kind = communicator_class("cpu")
-    required = {**RECORD["DeviceCommunicatorBase"], **RECORD["CpuCommunicator"]}
+    required = {**METHODS["DeviceCommunicatorBase"], **METHODS["CpuCommunicator"]}
     own = {name for name in required if getattr(kind, name).__module__.startswith("drumline.")} - {
         "__init__"
     }
-    private = {name for name in required if name.startswith("_")}
-    assert own == set(required) - LEFT - EXPERTS - private
+    assert own == set(required) - LEFT - EXPERTS - {"__init__"}
     for name in own:
-        parameters = inspect.signature(getattr(kind, name)).parameters.values()
-        listed = [
-            item.name if item.default is item.empty else f"{item.name}={item.default!r}"
-            for item in parameters
-        ]
-        assert listed == required[name], name
-    taken = inspect.signature(kind.__init__).parameters
+        assert parameters(getattr(kind, name)) == required[name], name
+    taken = {name.partition("=")[0] for name in parameters(kind.__init__)}
     passed = {"cpu_group", "device", "device_group", "unique_name", "use_all2all"}
-    assert passed <= set(taken)
+    assert passed <= taken
 
 
 @pytest.mark.parametrize("device", DEVICES)
