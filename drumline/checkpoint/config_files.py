@@ -13,6 +13,7 @@ from typing import Any
 import transformers
 from transformers import dynamic_module_utils
 
+from drumline.checkpoint.headers.gguf_header import read_gguf_header
 from drumline.checkpoint.json_files import check_has_config, check_regular_files, read_json
 from drumline.checkpoint.safetensors_index import Index, read_index
 from drumline.errors import CheckpointError
@@ -64,6 +65,7 @@ def read_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a checkpoint, or of a GGUF file."""
     folder, options = Path(path), {}
     if folder.suffix == ".gguf":
+        read_gguf_header(folder)  # which names a field that lies
         folder, options = folder.parent, {"gguf_file": folder.name}
     check_regular_files(folder)
     settings = folder / "tokenizer_config.json"

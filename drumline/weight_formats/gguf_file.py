@@ -9,7 +9,8 @@ transformers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,24 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from communicator import dtype_info
 from coordinator import Coordinator
-from drumline.checkpoint.json_files import check_regular_file
+from drumline.checkpoint.headers.gguf_header import GgufHeader, import_gguf, read_gguf_header
 from drumline.checkpoint.safetensors_index import (
     ComputedTensor,
     StoredTensor,
     TensorReader,
-    file_state,
 )
 from drumline.checkpoint.source import CheckpointFiles, share_index
 from drumline.core.consistency import run_on_all_ranks
 from drumline.core.shards import Region
 from drumline.errors import CheckpointError
+
+COMPUTED = (
+    "rope_freqs.weight",
+    "rope_factors_long.weight",
+    "rope_factors_short.weight",
+    "attn_rot_embd.weight",
+)
+"""Tensors of tables that transformers computes from the config."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +49,12 @@ class GgufTensor(StoredTensor):
 
     architecture: str
     kind: Any
+    shape_of_elements: tuple[int, ...]
     array_shape: tuple[int, ...]
     array_dtype: str
 
     def read(self, reader: TensorReader) -> Any:
-        import gguf
-
+        gguf = import_gguf()
         stored = StoredTensor(self.file, self.offset, self.dtype, self.shape, self.written)
         array = reader.box(stored, Region((0,), self.shape)).numpy()
         return gguf.dequantize(array.view(self.array_dtype).reshape(self.array_shape), self.kind)
@@ -72,21 +80,31 @@ class GgufWeight(ComputedTensor):
 
     def _whole(self, reader: TensorReader) -> torch.Tensor:
         tensors: dict[str, torch.Tensor] = {}
-        for name, part in self.parts.items():
-            result = self.processor.process(
-                weights=part.read(reader),
+        for name in self.parts:
+            result = self._processed(reader, name, tensors)
+            if result.name in self.names:
+                tensors[self.names[result.name]] = torch.from_numpy(numpy.copy(result.weights))
+        if self.name not in tensors or tuple(tensors[self.name].shape) != self.shape:
+            raise self._error(reader, "they have other shapes")
+        return tensors[self.name]
+
+    def _processed(self, reader: TensorReader, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+        """A part as transformers lays it out, which it may put into `tensors` by itself."""
+        try:
+            return self.processor.process(
+                weights=self.parts[name].read(reader),
                 name=name,
                 tensor_key_mapping=self.names,
                 parsed_parameters={"tensors": tensors},
             )
-            if result.name in self.names:
-                tensors[self.names[result.name]] = torch.from_numpy(numpy.copy(result.weights))
-        if self.name not in tensors or tuple(tensors[self.name].shape) != self.shape:
-            raise CheckpointError(
-                f"{reader.path}: {', '.join(self.parts)} make no {self.name} {list(self.shape)}; "
-                "give the model that the file was made from, or another version of gguf."
-            )
-        return tensors[self.name]
+        except (ValueError, RuntimeError) as error:  # of numpy and torch, for shapes
+            raise self._error(reader, error) from error
+
+    def _error(self, reader: TensorReader, reason: object) -> CheckpointError:
+        return CheckpointError(
+            f"{reader.path}: {', '.join(self.parts)} make no {self.name} {list(self.shape)} "
+            f"({reason}); give the model that the file was made from, or another version of gguf."
+        )
 
 
 def gguf_path(path: str | Path, name: str | None) -> Path | None:
@@ -98,54 +116,58 @@ def gguf_path(path: str | Path, name: str | None) -> Path | None:
 
 def find_gguf(coor: Coordinator, file: Path) -> CheckpointFiles:
     """The file, which every rank must have, its index and its config. Collective."""
-    _, index = run_on_all_ranks(coor, lambda: (_library(), dict(_tensors(file))))
+    header = run_on_all_ranks(coor, lambda: read_gguf_header(file))
     readers = range(coor.world_size)
+    index = run_on_all_ranks(coor, lambda: _tensors(file, header))
     files, _ = share_index(coor, file, lambda: readers, read_index=lambda path: index)
-    config = run_on_all_ranks(coor, lambda: read_gguf_config(file))
+    config = run_on_all_ranks(coor, lambda: _config(file))
     return replace(files, index=index, config=config)
 
 
-def _library() -> Any:
-    try:
-        import gguf
-    except ImportError as missing:
-        raise CheckpointError(
-            'GGUF files are read by the library gguf, which is not installed ("pip install gguf").'
-        ) from missing
-    return gguf
+def _tensors(file: Path, header: GgufHeader) -> dict[str, GgufTensor]:
+    """The index of a file. Raises CheckpointError for a type that the library cannot dequantize."""
+    gguf = import_gguf()
+    index = {}
+    for name, info in header.tensors.items():
+        kind = gguf.GGMLQuantizationType(info.type)
+        dtype = numpy.dtype({"F32": "float32", "F16": "float16"}.get(kind.name, "uint8"))
+        index[name] = GgufTensor(
+            file.name,
+            info.offset,
+            "U8",
+            (info.nbytes,),
+            header.written,
+            architecture=header.architecture,
+            kind=kind,
+            shape_of_elements=info.shape,
+            array_shape=(*info.shape[:-1], info.row_nbytes // dtype.itemsize),
+            array_dtype=str(dtype),
+        )
+    for kind, name in {tensor.kind: name for name, tensor in index.items()}.items():
+        _check_dequantizes(file, name, kind)
+    return index
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, GgufTensor]]:
+def _check_dequantizes(file: Path, name: str, kind: Any) -> None:
+    gguf = import_gguf()
+    _, nbytes = gguf.GGML_QUANT_SIZES[kind]
     try:
-        check_regular_file(file)
-        written = file_state(file)
-        reader = _library().GGUFReader(file)
-        (architecture,) = transformers_gguf.read_field(reader, "general.architecture")
-        for tensor in reader.tensors:
-            array = tensor.data
-            yield (
-                str(tensor.name),
-                GgufTensor(
-                    file.name,
-                    int(tensor.data_offset),
-                    "U8",
-                    (int(tensor.n_bytes),),
-                    written,
-                    architecture=architecture,
-                    kind=tensor.tensor_type,
-                    array_shape=tuple(map(int, array.shape)),
-                    array_dtype=str(array.dtype),
-                ),
-            )
-    except (OSError, ValueError, IndexError, KeyError) as error:
+        gguf.dequantize(numpy.zeros((1, nbytes), numpy.uint8), kind)
+    except NotImplementedError as error:
         raise CheckpointError(
-            f"{file} is no whole GGUF file ({error}), so what it holds is unknown; copy it again."
+            f"{file}: {name} is of type {kind.name}, which the library gguf cannot make numbers "
+            "of; give a file of another type, or install another version of gguf."
         ) from error
 
 
 def read_gguf_config(file: Path) -> Any:
     """The config of the model in a GGUF file."""
-    _library()
+    read_gguf_header(file)
+    return _config(file)
+
+
+def _config(file: Path) -> Any:
+    """The config of a file whose header is known to be whole."""
     try:
         config = transformers.AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         if not config.architectures:
@@ -164,13 +186,20 @@ def read_gguf_weights(source: CheckpointFiles, model: Any, dtype: torch.dtype) -
     architecture = next(iter(tensors.values())).architecture
     kind = transformers_gguf.TENSOR_PROCESSORS.get(architecture, transformers_gguf.TensorProcessor)
     processor = kind(config=source.config.to_dict())
-    names = transformers_gguf.get_gguf_hf_weights_map(model, processor)
+    names = _names(source.path, model, processor)
     state = model.state_dict()
-    parts: dict[str, dict[str, Any]] = {}
+    parts: dict[str, dict[str, GgufTensor]] = {}
     for name, tensor in tensors.items():
-        target = names.get(name) or names.get(name.removesuffix(".weight"))
+        target = names.get(name) or names.get(name.removesuffix(".weight"), "")
         if target in state:
             parts.setdefault(target, {})[name] = tensor
+        elif not name.endswith(COMPUTED):
+            raise CheckpointError(
+                f"{source.path} holds {name}, for which {type(model).__name__} has no place, so "
+                "the model would be another one; give the checkpoint that it was made from."
+            )
+    for name, own in parts.items():
+        _check_shapes(source.path, name, tuple(state[name].shape), own)
     index = {}
     for name, own in parts.items():
         first = next(iter(own.values()))
@@ -185,3 +214,34 @@ def read_gguf_weights(source: CheckpointFiles, model: Any, dtype: torch.dtype) -
             names=names,
         )
     return replace(source, index=index)
+
+
+def _names(file: Path, model: Any, processor: Any) -> dict[str, str]:
+    """The names of a model's tensors, by those that a GGUF file has for them."""
+    try:
+        return dict(transformers_gguf.get_gguf_hf_weights_map(model, processor))
+    except NotImplementedError as error:  # the library has no table for this kind
+        raise CheckpointError(
+            f"{file}: the names of its tensors are unknown ({error}); give the checkpoint that it "
+            "was made from."
+        ) from error
+
+
+def _check_shapes(
+    file: Path, name: str, shape: tuple[int, ...], parts: Mapping[str, GgufTensor]
+) -> None:
+    """Raise unless the parts have as many elements as the tensor, one of them the same sizes."""
+    shapes = {part: tensor.shape_of_elements for part, tensor in parts.items()}
+    fits = sum(map(math.prod, shapes.values())) == math.prod(shape)
+    if len(shapes) == 1:  # it may be transposed, or have a dimension of 1 less
+        fits &= all(_sizes(part) == _sizes(shape) for part in shapes.values())
+    if not fits:
+        listed = ", ".join(f"{part} {list(sizes)}" for part, sizes in shapes.items())
+        raise CheckpointError(
+            f"{file} has {listed} where {name} {list(shape)} is made of it, so the model would be "
+            "another one; give the file that belongs to its fields."
+        )
+
+
+def _sizes(shape: tuple[int, ...]) -> list[int]:
+    return sorted(size for size in shape if size != 1)

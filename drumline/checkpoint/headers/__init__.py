@@ -1,0 +1,1 @@
+"""Headers of files that anyone may have written, and the bounds of their fields."""

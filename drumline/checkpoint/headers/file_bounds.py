@@ -1,0 +1,101 @@
+"""The bounds of the fields of files that anyone may have written: one table for all formats.
+
+GGUF["version"].check(version)                       # FieldError: version is 7, no integer from ...
+ADAPTER["r"].check(content["r"], "adapter_config.json")
+
+A reader checks a field before it uses it: before it reads, allocates or counts to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+class FieldError(ValueError):
+    """A field of a file has a value that it cannot have; the text names the field."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The numbers that a field may be.
+
+    kind: int for whole numbers alone, float for any finite number. reason: of the limits.
+    """
+
+    name: str
+    kind: type[int] | type[float]
+    least: float
+    most: float
+    reason: str
+
+    def check(self, value: Any, owner: str = "", most: float = math.inf) -> Any:
+        """The value. Raises FieldError unless it is a number within the bounds.
+
+        owner: of the field, such as a tensor. most: a limit that this file sets.
+        """
+        kinds = (int,) if self.kind is int else (int, float)
+        limit = min(most, self.most)
+        if type(value) not in kinds or not self.least <= value <= limit:  # NaN is never between
+            noun = "integer" if self.kind is int else "number"
+            raise FieldError(
+                f"{owner}{' has ' if owner else ''}{self.name}={value!r:.60}, which is no {noun} "
+                f"from {self.least:g} to {limit:g} ({self.reason})"
+            )
+        return value
+
+
+def _table(*bounds: Bound) -> Mapping[str, Bound]:
+    return {bound.name: bound for bound in bounds}
+
+
+MAX_LAYERS = 1000
+"""More layers than any model has that uses the tensors of one layer for many, as ALBERT does."""
+MAX_SIZE = (1 << 31) - 1
+"""Of one size of a model, as GGUF's readers hold it."""
+
+SAFETENSORS = _table(
+    Bound("header length", int, 0, 100_000_000, "the format's own limit"),
+    Bound("dimensions", int, 0, 64, "of a tensor that torch reduces, dim_bitset_size"),
+    Bound("size", int, 0, (1 << 63) - 1, "64 bits, with a sign"),
+)
+GGUF = _table(
+    Bound("version", int, 2, 3, "those that llama.cpp reads"),
+    Bound("tensor_count", int, 1, 1 << 16, "models have a few thousand tensors"),
+    Bound("kv_count", int, 1, 1 << 16, "files have less than a hundred fields"),
+    Bound("name length", int, 1, 64, "GGML_MAX_NAME"),
+    Bound("key length", int, 1, (1 << 16) - 1, "the format's own limit"),
+    Bound("string length", int, 0, 1 << 24, "chat templates have a few thousand bytes"),
+    Bound("array length", int, 0, 1 << 21, "vocabularies have less than a million tokens"),
+    Bound("n_dims", int, 1, 4, "GGML_MAX_DIMS"),
+    Bound("dimension", int, 1, (1 << 48) - 1, "no memory has more elements"),
+    Bound("general.alignment", int, 1, 1 << 16, "files use 32"),
+    Bound("split.count", int, 0, 1, "a model in several files is merged by llama-gguf-split"),
+)
+GGUF_MODEL = _table(
+    Bound("block_count", int, 1, MAX_SIZE, "each layer has tensors"),
+    Bound("decoder_block_count", int, 1, MAX_SIZE, "each layer has tensors"),
+    Bound("context_length", int, 1, MAX_SIZE, "32 bits, with a sign"),
+    Bound("embedding_length", int, 1, MAX_SIZE, "32 bits, with a sign"),
+    Bound("feed_forward_length", int, 0, MAX_SIZE, "32 bits, with a sign"),
+    Bound("vocab_size", int, 1, MAX_SIZE, "32 bits, with a sign"),
+    Bound("attention.head_count", int, 0, 1 << 16, "models have a few hundred"),
+    Bound("attention.head_count_kv", int, 0, 1 << 16, "models have a few hundred"),
+    Bound("attention.key_length", int, 1, 1 << 16, "models have a few hundred"),
+    Bound("attention.value_length", int, 1, 1 << 16, "models have a few hundred"),
+    Bound("attention.layer_norm_rms_epsilon", float, 0, 1, "it is added to a variance"),
+    Bound("attention.layer_norm_epsilon", float, 0, 1, "it is added to a variance"),
+    Bound("rope.dimension_count", int, 1, 1 << 16, "at most the size of a head"),
+    Bound("rope.freq_base", float, 1e-3, 1e30, "a base of powers"),
+    Bound("expert_count", int, 0, 1 << 16, "models have a few hundred"),
+    Bound("expert_used_count", int, 0, 1 << 16, "models have a few hundred"),
+    Bound("attention.sliding_window", int, 0, MAX_SIZE, "32 bits, with a sign"),
+)
+"""Fields of a model in a GGUF file, after the name of its architecture."""
+ADAPTER = _table(
+    Bound("r", int, 1, 1 << 20, "the number of rows of lora_A"),
+    Bound("lora_alpha", float, -1e6, 1e6, "a factor of the update"),
+)
+TOKEN_ID = Bound("token id", int, 0, MAX_SIZE, "an index into the vocabulary")
