@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ from communicator.calls.dtypes import OPS
 from communicator.calls.failures import describe_late, describe_lost
 from communicator.errors import CommunicatorTimeout, DrumlineError, PeerLost
 from coordinator import Coordinator, CoordinatorError
+from launcher import linux
 
 REDUCED = {
     torch.float16,
@@ -50,11 +52,12 @@ class Gloo(TaggedP2PCommunicator):
         if self.world_size == 1:
             return
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [ProcessGroupGloo.create_device(hostname=self.coor.address)]
         options._threads = 1
         options._timeout = self._timeout
         store = self.coor.store("gloo communicator")
-        self._gloo = ProcessGroupGloo(store, self.rank, self.world_size, options)
+        with _sockets_closed_on_exec():
+            options._devices = [ProcessGroupGloo.create_device(hostname=self.coor.address)]
+            self._gloo = ProcessGroupGloo(store, self.rank, self.world_size, options)
 
     @property
     def _timeout(self) -> timedelta:
@@ -147,3 +150,20 @@ class Gloo(TaggedP2PCommunicator):
             return f" The ranks are:\n{diagnose(stacks_too=False)}"
         except CoordinatorError as error:  # it was closed first, or its rank 0 exited
             return f" Where the ranks are is not known: {error}"
+
+
+@contextmanager
+def _sockets_closed_on_exec() -> Iterator[None]:
+    """Mark the sockets made within, which gloo does not: no program that a rank runs keeps them."""
+    before = _sockets()
+    yield
+    for link, fd in _sockets().items():
+        if link not in before:
+            with suppress(OSError):  # another thread has closed it meanwhile
+                os.set_inheritable(fd, False)
+
+
+def _sockets() -> dict[str, int]:
+    """The sockets of this process: the number of each, by a link that no other has."""
+    links = {linux.link_of_fd(fd): int(fd) for fd in linux.open_fds()}
+    return {link: fd for link, fd in links.items() if link.startswith("socket:")}

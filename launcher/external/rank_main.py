@@ -38,11 +38,11 @@ def main(folder: str, kind: str, name: str, *arguments: str) -> int:
         return ended
     rank = ended.identity.get("rank")
     if ended.exit_code and rank is not None:
-        _complete_record(Path(folder), rank, ended.failure)
+        complete_record(Path(folder), rank, ended.failure)
     return ended.exit_code
 
 
-def _complete_record(folder: Path, rank: int, failure: dict[str, Any]) -> None:
+def complete_record(folder: Path, rank: int, failure: dict[str, Any]) -> None:
     """Write the file of a rank that was killed; else its traceback to its log, if it has one."""
     file, log = _file(folder, rank), folder / LOGS / f"rank-{rank}.err"
     if not file.exists():

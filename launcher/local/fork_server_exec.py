@@ -66,7 +66,10 @@ def _written(plan: ForkPlan) -> int:
 
 def main(text: str) -> None:
     """Run the fork server in this process, which exists for that alone."""
-    sys.exit(serve(_loads(text)))
+    plan = _loads(text)
+    for fd in plan.descriptors():  # inheritable for this interpreter alone: not for what ranks run
+        os.set_inheritable(fd, False)
+    sys.exit(serve(plan))
 
 
 def _dumps(plan: ForkPlan) -> str:

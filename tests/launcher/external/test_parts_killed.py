@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 
@@ -30,16 +31,16 @@ time.sleep(60)
 class Parts:
     """The processes of a launch of two ranks under torchrun, by their pids."""
 
-    def __init__(self, command):
+    def __init__(self, command, launcher="torchrun"):
         self.command = command
-        run = ("run", "--launcher", "torchrun", "-n", "2", command.script(SCRIPT))
+        run = ("run", "--launcher", launcher, "-n", "2", command.script(SCRIPT))
         self.launcher = command.start(*run)
         lines = [self.launcher.stdout.readline().split() for _ in range(2)]
         self.rank = next(int(words[2]) for words in lines if words[0] == "[1]")
         self.wrapper = parent(self.rank)
         self.agent = parent(self.wrapper)
         self.reaper = parent(self.agent)
-        assert parent(self.reaper) == self.launcher.pid
+        assert launcher != "torchrun" or parent(self.reaper) == self.launcher.pid
 
     def ended(self, within_s):
         """(exit code, standard error) of the command, which leaves nothing."""
@@ -73,6 +74,16 @@ def test_killed_part_is_told_and_nothing_is_left(parts, part, cause):
     code, err = parts.ended(within_s=25)
     report = err[err.index("╭") :].splitlines()
     assert code == 137 and cause in report[1], err
+
+
+@pytest.mark.skipif(shutil.which("mpiexec") is None, reason="runs after `pip install mpich`")
+def test_rank_whose_wrapper_is_killed_is_named_under_mpiexec(command):
+    """Hydra killed the other ranks before any of them could write who was lost."""
+    parts = Parts(command, "mpi")
+    os.kill(parts.wrapper, signal.SIGKILL)
+    code, err = parts.ended(within_s=25)
+    report = err[err.index("╭") :].splitlines()
+    assert code == 137 and f"rank 1 (local rank 1, pid {parts.wrapper} " in report[1], err
 
 
 @pytest.mark.parametrize("part", ["rank", soak("reaper"), soak("agent"), soak("wrapper")])
