@@ -80,7 +80,7 @@ setup(
         ),
         extension("communicator._native", sources("python", "python/convert"), ("dl",), ("-O3",)),
         extension("coordinator._node_shm", sources("node_shm")),
-        extension("coordinator._encryption", sources("encryption", "encryption/python"), ("dl",)),
+        extension("launcher._encryption", sources("encryption", "encryption/python"), ("dl",)),
     ],
     options={"build_ext": {"parallel": 2}},
     cmdclass={

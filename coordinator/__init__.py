@@ -5,10 +5,7 @@ with Coordinator() as coor:
 """
 
 import launcher
-from coordinator import link_state
 from coordinator.collectives import ValueCollectives
-from coordinator.control.credentials import Credentials
-from coordinator.control.encryption import EncryptedSocket
 from coordinator.coordinator import Coordinator
 from coordinator.errors import (
     CoordinatorError,
@@ -25,6 +22,7 @@ from coordinator.peers import Peer, group_by_node
 from coordinator.timings import CoordinatorTimings
 from coordinator.transport import object_codec
 from coordinator.transport.connections import PeerConnector
+from launcher import Credentials, EncryptedSocket, link_state
 
 __all__ = [
     "Coordinator",

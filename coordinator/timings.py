@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from launcher import time_scale
+from launcher import ConnectionTimings, time_scale
 
 HEARTBEATS_PER_S = 1024  # of all nodes together
 
 
 @dataclass(frozen=True)
-class CoordinatorTimings:
+class CoordinatorTimings(ConnectionTimings):
     """Limits after which the coordinator draws a conclusion, and pauses between its looks.
 
     Deadlines of calls are no part of it: those are the caller's timeout_s.
@@ -72,13 +72,6 @@ class CoordinatorTimings:
     reason_s."""
     exit_s: float = 0.5
     """For a process to end after its connections broke."""
-    handshake_s: float = 10.0
-    """For a client to authenticate, after which it is sent away."""
-    pending_s: float = 0.5
-    """Which every client has to authenticate even if many others come. Must exceed the round trip
-    between two hosts."""
-    accept_retry_s: float = 0.01
-    """Before rank 0 tries to accept again when no descriptors are left."""
     connect_retry_s: float = 0.02
     """Between two attempts to connect to rank 0 or to another node."""
     connect_s: float = 5.0
@@ -86,8 +79,6 @@ class CoordinatorTimings:
     would take minutes."""
 
     # ---- transport, store, Coordinator ----
-    idle_s: float = 0.1
-    """Between two looks at failures while waiting for a socket."""
     shm_wait_s: float = 0.05
     """Between two looks at failures while waiting in shared memory."""
     link_extra_s: float = 5.0

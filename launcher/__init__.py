@@ -23,14 +23,34 @@ from launcher.launch_job import launch
 from launcher.ports import listen
 from launcher.registry import register
 from launcher.runtime.outliving import outlive_failures
-from launcher.system import gpus, host_addresses, linux
+from launcher.system import gpus, host_addresses, link_state, linux
 from launcher.system.engine_request import EngineRequest, engine_request
 from launcher.system.free_memory import free_memory_nbytes
-from launcher.timings import time_scale
+from launcher.timings import ConnectionTimings, time_scale
 from launcher.trace.live_calls import LiveCalls
 from launcher.trace.recorder import Recorder, recorder
 
 if TYPE_CHECKING:
+    from launcher.authentication.credentials import Credentials as Credentials
+    from launcher.authentication.encryption import EncryptedSocket as EncryptedSocket
+    from launcher.authentication.encryption import encryption_problem as encryption_problem
+    from launcher.authentication.framed_connection import LENGTH as LENGTH
+    from launcher.authentication.framed_connection import SMALL as SMALL
+    from launcher.authentication.framed_connection import ConnectionBroken as ConnectionBroken
+    from launcher.authentication.framed_connection import FramedConnection as FramedConnection
+    from launcher.authentication.framed_connection import NoMessage as NoMessage
+    from launcher.authentication.framed_connection import TruncatedMessage as TruncatedMessage
+    from launcher.authentication.framed_connection import noop as noop
+    from launcher.authentication.handshake import MAX_PENDING as MAX_PENDING
+    from launcher.authentication.handshake import Answer as Answer
+    from launcher.authentication.handshake import AuthenticatedListener as AuthenticatedListener
+    from launcher.authentication.handshake import Handler as Handler
+    from launcher.authentication.handshake import Hello as Hello
+    from launcher.authentication.handshake import NotReady as NotReady
+    from launcher.authentication.handshake import Rejected as Rejected
+    from launcher.authentication.handshake import authenticate as authenticate
+    from launcher.authentication.handshake import describe_encryption as describe_encryption
+    from launcher.authentication.handshake import purpose_of as purpose_of
     from launcher.external.node_rendezvous import NodeFollower as NodeFollower
     from launcher.external.node_rendezvous import NodeLeader as NodeLeader
     from launcher.launch_handle import Launch as Launch
@@ -38,9 +58,21 @@ if TYPE_CHECKING:
     from launcher.trace import merge_traces as merge_traces
 
 __all__ = [
+    "LENGTH",
+    "MAX_PENDING",
+    "SMALL",
+    "Answer",
+    "AuthenticatedListener",
     "CauseOrder",
+    "ConnectionBroken",
+    "ConnectionTimings",
+    "Credentials",
+    "EncryptedSocket",
     "EngineRequest",
     "Failure",
+    "FramedConnection",
+    "Handler",
+    "Hello",
     "Job",
     "Launch",
     "LaunchError",
@@ -49,39 +81,72 @@ __all__ = [
     "LaunchInterrupted",
     "LaunchTimeout",
     "LiveCalls",
+    "NoMessage",
     "NodeFollower",
     "NodeLeader",
+    "NotReady",
     "Recorder",
+    "Rejected",
     "Target",
     "TargetError",
+    "TruncatedMessage",
+    "authenticate",
     "current",
+    "describe_encryption",
+    "encryption_problem",
     "engine_request",
     "free_memory_nbytes",
     "gpus",
     "host_addresses",
     "is_encrypted",
     "launch",
+    "link_state",
     "linux",
     "listen",
     "merge_traces",
+    "noop",
     "outlive_failures",
+    "purpose_of",
     "recorder",
     "register",
     "start",
     "time_scale",
 ]
 
+MODULES = {
+    "Credentials": "launcher.authentication.credentials",
+    "EncryptedSocket": "launcher.authentication.encryption",
+    "encryption_problem": "launcher.authentication.encryption",
+    "LENGTH": "launcher.authentication.framed_connection",
+    "SMALL": "launcher.authentication.framed_connection",
+    "ConnectionBroken": "launcher.authentication.framed_connection",
+    "FramedConnection": "launcher.authentication.framed_connection",
+    "NoMessage": "launcher.authentication.framed_connection",
+    "TruncatedMessage": "launcher.authentication.framed_connection",
+    "noop": "launcher.authentication.framed_connection",
+    "MAX_PENDING": "launcher.authentication.handshake",
+    "Answer": "launcher.authentication.handshake",
+    "AuthenticatedListener": "launcher.authentication.handshake",
+    "Handler": "launcher.authentication.handshake",
+    "Hello": "launcher.authentication.handshake",
+    "NotReady": "launcher.authentication.handshake",
+    "Rejected": "launcher.authentication.handshake",
+    "authenticate": "launcher.authentication.handshake",
+    "describe_encryption": "launcher.authentication.handshake",
+    "purpose_of": "launcher.authentication.handshake",
+    "NodeFollower": "launcher.external.node_rendezvous",
+    "NodeLeader": "launcher.external.node_rendezvous",
+    "Launch": "launcher.launch_handle",
+    "start": "launcher.launch_handle",
+}
+"""The module of each name that is imported when it is first asked for: that takes longer."""
+
 
 def __getattr__(name: str) -> Any:
-    """Import only when asked for what takes longer than all the rest."""
     if name == "merge_traces":
         return importlib.import_module("launcher.trace.merge_traces")
-    if name in ("NodeFollower", "NodeLeader"):
-        return getattr(importlib.import_module("launcher.external.node_rendezvous"), name)
-    if name in ("Launch", "start"):
-        from launcher import launch_handle
-
-        return getattr(launch_handle, name)
+    if name in MODULES:
+        return getattr(importlib.import_module(MODULES[name]), name)
     if name == "__version__":
         from importlib import metadata
 

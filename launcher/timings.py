@@ -9,7 +9,21 @@ from launcher.launch_info import TIME_SCALE
 
 
 @dataclass(frozen=True)
-class Timings:
+class ConnectionTimings:
+    """Seconds of a connection whose two ends prove a secret: launcher/authentication/."""
+
+    # Longer than a slow client takes to prove itself, after which it is sent away.
+    handshake_s: float = 10.0
+    # Longer than the round trip between two hosts: every client has it, even if many others come.
+    pending_s: float = 0.5
+    # Longer than accept(2) costs; before the next one when no descriptors are left.
+    accept_retry_s: float = 0.01
+    # Longer than a look at failures costs, while waiting for a socket.
+    idle_s: float = 0.1
+
+
+@dataclass(frozen=True)
+class Timings(ConnectionTimings):
     """Seconds, each with what it must be longer than. Tests replace TIMINGS by a scaled copy."""
 
     # Local launches: fork server, supervisor, output.

@@ -15,7 +15,7 @@ PUBLIC_MODULES = {"communicator": {"compile"}}  # documented; not imported by th
 # elsewhere; a layer's own `__init__` may import all of it.
 ORDER = {
     "launcher": (
-        "base records system trace",
+        "base records system trace authentication",
         "registry detection",
         "runtime external local",
         "backends launch_job launch_handle",

@@ -10,22 +10,23 @@ from collections.abc import Callable
 from typing import Any
 
 from coordinator.addresses import Address, format_address, is_loopback_down
-from coordinator.control.credentials import Credentials
-from coordinator.control.framing import (
-    Connection,
-    ConnectionBroken,
-    NoMessage,
-    TruncatedMessage,
-    noop,
-    pack,
-    unpack_answer,
-)
-from coordinator.control.handshake import Hello, NotReady, Rejected, authenticate
+from coordinator.control.framing import Connection, pack, unpack_answer
 from coordinator.control.operations import LOCAL_OPS, Op
 from coordinator.control.server import MAX_REQUEST_NBYTES, ControlServer
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
-from coordinator.link_state import describe_silence
 from coordinator.timings import DEFAULT, CoordinatorTimings
+from launcher import (
+    ConnectionBroken,
+    Credentials,
+    Hello,
+    NoMessage,
+    NotReady,
+    Rejected,
+    TruncatedMessage,
+    authenticate,
+    link_state,
+    noop,
+)
 
 
 class ServerLost(Exception):
@@ -143,7 +144,7 @@ class Client:
         """The network failure between this host and rank 0's; "" if none is seen."""
         patience_s = self._timings.acknowledged_s
         for connection in (*self._in_use, *self._mid_request, *self._idle):
-            if failure := describe_silence(connection.socket, patience_s):
+            if failure := link_state.describe_silence(connection.socket, patience_s):
                 return failure
         return ""
 

@@ -19,36 +19,33 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from coordinator.control.credentials import Credentials
-from coordinator.control.framing import (
-    LENGTH,
-    NoMessage,
-    pack,
-    pack_for_many,
-    unpack,
-)
-from coordinator.control.handshake import (
-    CONTROL,
-    MAX_PENDING,
-    Answer,
-    AuthenticatedListener,
-    Handler,
-    Hello,
-    describe_encryption,
-)
+from coordinator.control.framing import pack, pack_for_many, unpack
 from coordinator.control.membership import Member, MembershipTable
 from coordinator.control.operations import BAD_REQUEST, Op, check_arguments
 from coordinator.control.tables import PENDING, KeyValueTable, RendezvousTable
 from coordinator.errors import CoordinatorError
-from coordinator.link_state import describe_silence, is_silent, remote_host
 from coordinator.timings import DEFAULT, CoordinatorTimings
-from launcher import linux
+from launcher import (
+    LENGTH,
+    MAX_PENDING,
+    Answer,
+    AuthenticatedListener,
+    Credentials,
+    Handler,
+    Hello,
+    NoMessage,
+    describe_encryption,
+    link_state,
+    linux,
+    purpose_of,
+)
 
 RECEIVE_NBYTES = 1 << 16
 MAX_REQUEST_NBYTES = 1 << 28  # and of an answer
 MAX_UNREAD_NBYTES = 1 << 24  # of answers, after which no more requests of a connection are served
 RESERVE = 16  # descriptors that neither ranks nor strangers may use up
 MIN_PENDING = 4
+CONTROL = purpose_of("control")
 PING = (0, None)  # an answer nobody waits for: what counts is whether the other kernel takes it
 
 log = logging.getLogger("coordinator")
@@ -220,9 +217,10 @@ class ControlServer:
         links: dict[str, tuple[str, set[int]]] = {}  # by the other host
         with self._state:
             for connection in list(self._connections.values()):  # a thread that ends removes them
-                failure = describe_silence(connection.socket, self.timings.acknowledged_s)
+                limit_s = self.timings.acknowledged_s
+                failure = link_state.describe_silence(connection.socket, limit_s)
                 if failure:
-                    host = remote_host(connection.socket)
+                    host = link_state.remote_host(connection.socket)
                     links.setdefault(host, (failure, set()))[1].add(connection.rank)
         return "; ".join(f"ranks {sorted(ranks)}: {text}" for text, ranks in links.values())
 
@@ -451,7 +449,8 @@ class ControlServer:
 
     def _is_unreachable(self, member: Member) -> bool:
         sockets = [self._connections[number].socket for number in member.connections]
-        return any(is_silent(connection, self.timings.acknowledged_s) for connection in sockets)
+        limit_s = self.timings.acknowledged_s
+        return any(link_state.is_silent(connection, limit_s) for connection in sockets)
 
 
 def _max_pending_connections(world_size: int) -> int:

@@ -21,20 +21,17 @@ from typing import Any
 from coordinator.addresses import Address, bound, candidates, family_of, listen, spans_nodes
 from coordinator.call_site import CallSite
 from coordinator.control.client import Client, ServerLost
-from coordinator.control.credentials import SECRET_NBYTES, Credentials, launch_secret
-from coordinator.control.encryption import check_encryption
-from coordinator.control.framing import noop
-from coordinator.control.handshake import CONTROL, Hello
 from coordinator.control.heartbeat import NO_ANSWER, Heartbeat
 from coordinator.control.membership import SUSPENDED, Membership, RankReport
 from coordinator.control.operations import Op
 from coordinator.control.process_monitor import PeerProcess
-from coordinator.control.server import ControlServer
+from coordinator.control.secrecy import SECRET_NBYTES, check_encryption, launch_secret
+from coordinator.control.server import CONTROL, ControlServer
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
 from coordinator.peers import Peer
 from coordinator.timings import CoordinatorTimings
 from coordinator.waiting_notice import WaitingNotice
-from launcher import LaunchInfo, host_addresses
+from launcher import Credentials, Hello, LaunchInfo, host_addresses, noop
 
 
 class Session:

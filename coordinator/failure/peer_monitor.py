@@ -15,8 +15,8 @@ from coordinator.control.membership import LEFT, SUSPENDED, Membership, RankRepo
 from coordinator.control.process_monitor import PeerProcess
 from coordinator.control.session import Session
 from coordinator.errors import FailureReason
-from coordinator.link_state import network_failure
 from coordinator.peers import Peer
+from launcher import link_state
 
 PRESENT, CLOSED, FORGOTTEN = 0, 1, 2  # status of a rank in shared memory
 CLOSED_ITS_COORDINATOR = "closed its Coordinator"
@@ -279,7 +279,7 @@ class PeerMonitor:
         """A network failure between rank 0's host and the peer's, which rank 0 reports."""
         hosts = (other.host for other in self.peers if other.rank == 0)
         here = f"{next(hosts, 'rank 0')} ({self.session.info.master_addr})"
-        return network_failure(here, f"{peer.host} ({peer.address})", silent_s)
+        return link_state.network_failure(here, f"{peer.host} ({peer.address})", silent_s)
 
     def _observe_without_server(self, rank: int) -> ObservedRank | None:
         if rank == 0:

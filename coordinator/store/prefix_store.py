@@ -7,11 +7,11 @@ from typing import Any
 
 from coordinator.call_site import PendingCall
 from coordinator.control.client import ServerLost
-from coordinator.control.framing import NoMessage, noop
 from coordinator.control.operations import BAD_REQUEST, Op
 from coordinator.control.session import Session
 from coordinator.control.tables import PENDING, KeyValueTable
 from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
+from launcher import NoMessage, noop
 
 
 class PrefixStore:

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Container, Sequence
 from contextlib import closing
 
-from coordinator.control.credentials import Credentials
-from coordinator.control.framing import Connection, NoMessage, pack, unpack
+from coordinator.control.framing import Connection, pack, unpack
 from coordinator.errors import CoordinatorError, PeerLost
 from coordinator.peers import Peer
 from coordinator.transport.tree import ChildListener, connect_to_parent
+from launcher import Credentials, NoMessage
 
 Exchange = Callable[[bytes], list[bytes]]
 

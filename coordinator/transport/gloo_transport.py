@@ -13,9 +13,10 @@ import torch
 from torch.distributed import ProcessGroupGloo, Store
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions
 
-from coordinator.control.framing import noop, pack, unpack
+from coordinator.control.framing import pack, unpack
 from coordinator.timings import DEFAULT
 from coordinator.transport.tree import ALL_NODES, Entry, TreeLinkBroken, distinct
+from launcher import noop
 
 SLICE = timedelta(seconds=DEFAULT.idle_s)
 BLOCK_NBYTES = 4096  # of each rank, in the first exchange of every call

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import coordinator._node_shm as _node_shm
 from coordinator.binomial_tree import children_of, parent_of
 from coordinator.call_site import PendingCall
-from coordinator.control.framing import NoMessage, pack, pack_for_many, unpack, unpack_answer
+from coordinator.control.framing import pack, pack_for_many, unpack, unpack_answer
 from coordinator.control.heartbeat import Neighbour
 from coordinator.control.session import Session
 from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
@@ -28,6 +28,7 @@ from coordinator.transport.tree import (
     TreeLinkBroken,
     connect_to_parent,
 )
+from launcher import NoMessage
 
 if TYPE_CHECKING:
     from coordinator.transport.gloo_transport import GlooTransport

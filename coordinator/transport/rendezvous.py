@@ -8,7 +8,6 @@ from typing import Any
 
 from coordinator.call_site import PendingCall
 from coordinator.control.client import ServerLost
-from coordinator.control.framing import NoMessage
 from coordinator.control.heartbeat import NO_ANSWER
 from coordinator.control.operations import Op
 from coordinator.control.session import Session
@@ -16,6 +15,7 @@ from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
 from coordinator.failure.detector import FailureDetector
 from coordinator.failure.group_failure import GroupFailure
 from coordinator.waiting_notice import WaitingNotice
+from launcher import NoMessage
 
 SAME_GROUP = "All members of a group must make the call that makes it, with the same ranks."
 

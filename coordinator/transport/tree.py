@@ -17,19 +17,23 @@ from typing import Any
 from coordinator.addresses import family_of, format_address
 from coordinator.binomial_tree import parent_of, subtree_of
 from coordinator.control.client import connect
-from coordinator.control.credentials import Credentials
-from coordinator.control.framing import SMALL, Connection, ConnectionBroken, NoMessage, noop
-from coordinator.control.handshake import (
-    MAX_PENDING,
-    AuthenticatedListener,
-    Hello,
-    NotReady,
-    Rejected,
-    purpose_of,
-)
+from coordinator.control.framing import Connection
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
 from coordinator.peers import Peer
 from coordinator.timings import DEFAULT
+from launcher import (
+    MAX_PENDING,
+    SMALL,
+    AuthenticatedListener,
+    ConnectionBroken,
+    Credentials,
+    Hello,
+    NoMessage,
+    NotReady,
+    Rejected,
+    noop,
+    purpose_of,
+)
 
 ALL_NODES = -1
 """The dst_node of an entry that every node needs."""

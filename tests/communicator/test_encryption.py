@@ -9,8 +9,8 @@ import torch
 
 from communicator import Communicator, PeerLost, Unsupported, conformance
 from coordinator import Coordinator
-from coordinator.control.encryption import EncryptedSocket
 from coordinator.transport.connections import PeerConnector
+from launcher.authentication.encryption import EncryptedSocket
 
 
 @pytest.mark.parametrize("nodes", [[1, 1, 1], [3, 2]], ids=str)

@@ -1,4 +1,4 @@
-// coordinator._encryption: EncryptedStream for Python, and X25519. Converts arguments, releases the
+// launcher._encryption: EncryptedStream for Python, and X25519. Converts arguments, releases the
 // interpreter lock, calls. Uses the limited API, so data are bytes objects only.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -155,7 +155,7 @@ PyType_Slot stream_slots[] = {{Py_tp_new, reinterpret_cast<void*>(stream_new)},
                               {Py_tp_dealloc, reinterpret_cast<void*>(stream_dealloc)},
                               {Py_tp_methods, stream_methods},
                               {0, nullptr}};
-PyType_Spec stream_spec = {"coordinator._encryption.Stream", sizeof(Object), 0, Py_TPFLAGS_DEFAULT,
+PyType_Spec stream_spec = {"launcher._encryption.Stream", sizeof(Object), 0, Py_TPFLAGS_DEFAULT,
                            stream_slots};
 
 PyMethodDef module_methods[] = {
@@ -165,7 +165,7 @@ PyMethodDef module_methods[] = {
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module_definition = {PyModuleDef_HEAD_INIT,
-                                 "coordinator._encryption",
+                                 "launcher._encryption",
                                  "Encrypted connections.",
                                  -1,
                                  module_methods,

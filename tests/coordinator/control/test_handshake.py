@@ -19,10 +19,14 @@ import pytest
 from coordinator import Coordinator, CoordinatorError
 from coordinator.control import client as client_module
 from coordinator.control.client import Client, ServerLost, connect
-from coordinator.control.credentials import MAGIC, VERSION, Credentials
-from coordinator.control.framing import Connection, ConnectionBroken, NoMessage
-from coordinator.control.handshake import (
-    CONTROL,
+from coordinator.control.framing import Connection
+from coordinator.control.server import CONTROL, ControlServer
+from coordinator.timings import CoordinatorTimings
+from coordinator.transport.tree import ChildListener
+from launcher import LaunchInfo
+from launcher.authentication.credentials import MAGIC, VERSION, Credentials
+from launcher.authentication.framed_connection import ConnectionBroken, NoMessage
+from launcher.authentication.handshake import (
     GREETING,
     HELLO,
     MAX_PENDING,
@@ -34,10 +38,6 @@ from coordinator.control.handshake import (
     authenticate,
     purpose_of,
 )
-from coordinator.control.server import ControlServer
-from coordinator.timings import CoordinatorTimings
-from coordinator.transport.tree import ChildListener
-from launcher import LaunchInfo
 
 
 @pytest.fixture

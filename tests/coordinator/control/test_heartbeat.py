@@ -10,15 +10,15 @@ import pytest
 
 from coordinator.call_site import CallStatus
 from coordinator.control.client import Client
-from coordinator.control.credentials import Credentials
-from coordinator.control.handshake import CONTROL, Hello
 from coordinator.control.heartbeat import Heartbeat, Neighbour, NodeRecord, OwnRecord
 from coordinator.control.membership import RankReport
 from coordinator.control.operations import Op
-from coordinator.control.server import ControlServer
+from coordinator.control.server import CONTROL, ControlServer
 from coordinator.peers import Peer, start_ticks
 from coordinator.timings import DEFAULT
 from launcher import LaunchInfo
+from launcher.authentication.credentials import Credentials
+from launcher.authentication.handshake import Hello
 
 LIMIT_S = 30.0
 CREDENTIALS = Credentials(bytes(range(32)), "heartbeats", 8)

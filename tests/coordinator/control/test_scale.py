@@ -11,14 +11,15 @@ import pytest
 
 from coordinator.binomial_tree import children_of, parent_of
 from coordinator.control.client import connect
-from coordinator.control.credentials import Credentials
-from coordinator.control.framing import LENGTH, pack, pack_for_many, unpack_answer
-from coordinator.control.handshake import CONTROL, Hello
+from coordinator.control.framing import pack, pack_for_many, unpack_answer
 from coordinator.control.membership import RankReport
 from coordinator.control.operations import Op
-from coordinator.control.server import PING, ControlServer
+from coordinator.control.server import CONTROL, PING, ControlServer
 from coordinator.peers import Peer
 from coordinator.timings import DEFAULT, HEARTBEATS_PER_S
+from launcher.authentication.credentials import Credentials
+from launcher.authentication.framed_connection import LENGTH
+from launcher.authentication.handshake import Hello
 
 RANKS_PER_NODE = 8
 SIZES = [

@@ -14,22 +14,18 @@ import pytest
 
 from coordinator.control import framing
 from coordinator.control.client import Client, ServerLost, connect
-from coordinator.control.credentials import Credentials
-from coordinator.control.framing import (
-    COMPRESSED,
+from coordinator.control.framing import COMPRESSED, pack, pack_for_many, unpack, unpack_answer
+from coordinator.control.membership import LEFT, RankReport
+from coordinator.control.operations import Op
+from coordinator.control.server import CONTROL, MAX_REQUEST_NBYTES, MAX_UNREAD_NBYTES, ControlServer
+from coordinator.errors import CoordinatorError
+from launcher.authentication.credentials import Credentials
+from launcher.authentication.framed_connection import (
     LENGTH,
     ConnectionBroken,
     NoMessage,
-    pack,
-    pack_for_many,
-    unpack,
-    unpack_answer,
 )
-from coordinator.control.handshake import CONTROL, Hello
-from coordinator.control.membership import LEFT, RankReport
-from coordinator.control.operations import Op
-from coordinator.control.server import MAX_REQUEST_NBYTES, MAX_UNREAD_NBYTES, ControlServer
-from coordinator.errors import CoordinatorError
+from launcher.authentication.handshake import Hello
 
 CREDENTIALS = Credentials(bytes(range(32)), "messages", 8)
 LIMIT_S = 30.0

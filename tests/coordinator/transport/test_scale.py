@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.binomial_tree import children_of, parent_of, subtree_of
-from coordinator.control.framing import noop, pack, unpack
+from coordinator.control.framing import pack, unpack
 from coordinator.transport.tree import ALL_NODES, Entry, Tree
+from launcher.authentication.framed_connection import noop
 
 
 @given(st.integers(1, 1024))

@@ -26,10 +26,10 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
 
-from coordinator.control.credentials import MAGIC, VERSION, Credentials
-from coordinator.control.encryption import KeyExchange
-from coordinator.control.framing import Connection, ConnectionBroken, noop
-from coordinator.timings import DEFAULT, CoordinatorTimings
+from launcher.authentication.credentials import MAGIC, VERSION, Credentials
+from launcher.authentication.encryption import KeyExchange
+from launcher.authentication.framed_connection import ConnectionBroken, FramedConnection, noop
+from launcher.timings import TIMINGS, ConnectionTimings
 
 MAC_NBYTES = 32
 PREFIX = struct.Struct("!8sH")  # magic, version: the same in every version
@@ -39,7 +39,7 @@ HELLO = struct.Struct(f"!II?32s8s{NAME_NBYTES}s32s32s")  # Hello's fields, nonce
 WELCOME = struct.Struct(f"!B{NAME_NBYTES}s32s")  # Answer, name, MAC
 MAX_PENDING = 128  # unauthenticated connections, or as many as ranks may come
 
-log = logging.getLogger("coordinator")
+log = logging.getLogger("launcher")
 
 
 class Answer(IntEnum):
@@ -65,9 +65,6 @@ def purpose_of(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-CONTROL = purpose_of("control")
-
-
 @dataclass(frozen=True)
 class Hello:
     """The claim of a client: its rank, the purpose of the connection and its turn.
@@ -91,7 +88,7 @@ class Hello:
 
 
 def authenticate(
-    connection: Connection,
+    connection: FramedConnection,
     credentials: Credentials,
     hello: Hello,
     deadline: float,
@@ -99,7 +96,7 @@ def authenticate(
 ) -> None:
     """Run the client's side, and encrypt from then on if the launch does.
 
-    Raises NotReady or Rejected. idle as in Connection.
+    Raises NotReady or Rejected. idle as in FramedConnection.
     """
     hello = replace(hello, encrypts=credentials.encrypts)
     exchange = KeyExchange(credentials)
@@ -200,7 +197,7 @@ class AuthenticatedListener:
         on_accepted: Callable[[socket.socket, Hello], None],
         authorize: Callable[[Hello], tuple[Answer, str]] = lambda _: (Answer.ACCEPTED, ""),
         max_pending: int = MAX_PENDING,
-        timings: CoordinatorTimings = DEFAULT,
+        timings: ConnectionTimings = TIMINGS,
         on_other_encryption: Callable[[Hello], None] = lambda _: None,
     ) -> None:
         self._listener, self._credentials, self._selector = listener, credentials, selector

@@ -10,39 +10,27 @@ import socket
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from coordinator.control.credentials import Credentials
-from coordinator.errors import CoordinatorError
-from coordinator.link_state import remote_host
-from launcher import LaunchInfo
+from launcher.authentication.credentials import Credentials
+from launcher.system.link_state import remote_host
 
 if TYPE_CHECKING:
-    from coordinator._encryption import Stream
+    from launcher._encryption import Stream
 
 NONCE_NBYTES = 32
 PIECE = 1 << 18  # of what is sent, which is copied
 
-log = logging.getLogger("coordinator")
+log = logging.getLogger("launcher")
 
 
-def check_encryption(info: LaunchInfo) -> None:
-    """Raise CoordinatorError if this rank cannot encrypt; log what encryption does not prevent."""
-    from coordinator._encryption import public_key
+def encryption_problem() -> str:
+    """The reason why this process cannot encrypt; "" if it can."""
+    from launcher._encryption import public_key
 
     try:
         public_key(bytes(NONCE_NBYTES))
     except (OSError, ValueError) as error:
-        raise CoordinatorError(
-            f"rank {info.rank} (host {socket.gethostname()}) cannot encrypt: {error}. Install "
-            "OpenSSL 3 or 1.1.1 (libssl3, openssl-libs) on every host, or start all ranks without "
-            "--encrypt."
-        ) from error
-    if info.rank == 0 and "secret_fd" not in info.extras:
-        log.warning(
-            "launch %s has no secret of its own: encryption keeps out who reads the network, and "
-            "not who writes to it and %s. Set DRUMLINE_SECRET on every host, see docs/security.md",
-            info.launch_id,
-            "reads the launcher's store" if "store" in info.extras else "knows this launch id",
-        )
+        return f"{error}. Install OpenSSL 3 or 1.1.1 (libssl3, openssl-libs) on every host"
+    return ""
 
 
 class EncryptedSocket(socket.socket):
@@ -53,7 +41,7 @@ class EncryptedSocket(socket.socket):
     """
 
     def __init__(self, plain: socket.socket, keys: bytes) -> None:
-        from coordinator._encryption import Stream
+        from launcher._encryption import Stream
 
         super().__init__(fileno=plain.detach())
         self.setblocking(False)
@@ -67,7 +55,7 @@ class EncryptedSocket(socket.socket):
         """
         keys = self._unused_keys
         if not keys:
-            raise CoordinatorError("the keys of this connection are in use already")
+            raise ConnectionError("the keys of this connection are in use already")
         self._stream, self._unused_keys = None, b""
         return keys
 
@@ -76,7 +64,7 @@ class EncryptedSocket(socket.socket):
         if self.fileno() < 0:  # the number may be that of another connection by now
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         if self._stream is None:
-            raise CoordinatorError("the keys of this connection were given to another")
+            raise ConnectionError("the keys of this connection were given to another")
         return self._stream
 
     def send(self, data: Any, flags: int = 0, /) -> int:
@@ -124,7 +112,7 @@ class KeyExchange:
         self._credentials = credentials
         self.nonce = self._private_key = secrets.token_bytes(NONCE_NBYTES)
         if credentials.encrypts:
-            from coordinator._encryption import public_key
+            from launcher._encryption import public_key
 
             self.nonce = public_key(self._private_key)
 
@@ -132,7 +120,7 @@ class KeyExchange:
         """The socket to go on with, once both ends have proved themselves."""
         if not self._credentials.encrypts:
             return plain
-        from coordinator._encryption import shared_secret
+        from launcher._encryption import shared_secret
 
         nonces = self.nonce + peer_nonce if is_client else peer_nonce + self.nonce
         shared = shared_secret(self._private_key, peer_nonce)

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import struct
 from dataclasses import dataclass, field
 
-from coordinator.errors import CoordinatorError
-from launcher import LaunchInfo, linux
-
 MAGIC = b"drumline"
 VERSION = 6  # of the protocol
-SECRET_NBYTES = 32
 KEYS = b"drumline, keys of a connection"
 
 
@@ -54,26 +49,3 @@ class Credentials:
     def _context(self) -> bytes:
         name = self.launch_id.encode()
         return struct.pack("!8sHQI", MAGIC, VERSION, self.world_size, len(name)) + name
-
-
-def launch_secret(info: LaunchInfo) -> bytes:
-    """The launch secret; without one, bytes that are derived from the launch_id.
-
-    Those keep launches apart that meet by accident, and do not stop an attacker: see
-    docs/security.md for what a stranger can do then.
-    """
-    fd = info.extras.get("secret_fd")
-    if fd is None:
-        return hashlib.sha256(f"drumline, no secret\0{info.launch_id}".encode()).digest()
-    try:
-        is_ours = "launch-secret" in linux.link_of_fd(fd)
-        secret = os.pread(int(fd), SECRET_NBYTES, 0) if is_ours else b""
-    except OSError:
-        secret = b""
-    if len(secret) != SECRET_NBYTES:
-        raise CoordinatorError(
-            f"rank {info.rank} cannot read the launch secret from descriptor {fd}, so the others "
-            "would reject it. Was this process started by a rank without its descriptors? Pass "
-            "them on (subprocess: pass_fds), or let the rank itself make the Coordinator."
-        )
-    return secret

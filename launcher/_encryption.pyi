@@ -1,4 +1,4 @@
-"""The native part of the coordinator: encrypted connections, by OpenSSL's libcrypto."""
+"""The native part of the launcher: encrypted connections, by OpenSSL's libcrypto."""
 
 class Stream:
     def __new__(cls, fd: int, keys: bytes, records_per_key: int = ..., /) -> Stream: ...

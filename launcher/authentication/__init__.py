@@ -1,0 +1,1 @@
+"""Connections whose two ends prove a secret: handshake, encryption, framing of messages."""
