@@ -51,8 +51,10 @@ if TYPE_CHECKING:
     from launcher.authentication.handshake import authenticate as authenticate
     from launcher.authentication.handshake import describe_encryption as describe_encryption
     from launcher.authentication.handshake import purpose_of as purpose_of
-    from launcher.external.node_rendezvous import NodeFollower as NodeFollower
-    from launcher.external.node_rendezvous import NodeLeader as NodeLeader
+    from launcher.external.node_follower import Invitation as Invitation
+    from launcher.external.node_follower import NodeFollower as NodeFollower
+    from launcher.external.node_follower import ask_to_join as ask_to_join
+    from launcher.external.node_leader import NodeLeader as NodeLeader
     from launcher.launch_handle import Launch as Launch
     from launcher.launch_handle import start as start
     from launcher.trace import merge_traces as merge_traces
@@ -73,6 +75,7 @@ __all__ = [
     "FramedConnection",
     "Handler",
     "Hello",
+    "Invitation",
     "Job",
     "Launch",
     "LaunchError",
@@ -90,6 +93,7 @@ __all__ = [
     "Target",
     "TargetError",
     "TruncatedMessage",
+    "ask_to_join",
     "authenticate",
     "current",
     "describe_encryption",
@@ -134,8 +138,10 @@ MODULES = {
     "authenticate": "launcher.authentication.handshake",
     "describe_encryption": "launcher.authentication.handshake",
     "purpose_of": "launcher.authentication.handshake",
-    "NodeFollower": "launcher.external.node_rendezvous",
-    "NodeLeader": "launcher.external.node_rendezvous",
+    "Invitation": "launcher.external.node_follower",
+    "NodeFollower": "launcher.external.node_follower",
+    "ask_to_join": "launcher.external.node_follower",
+    "NodeLeader": "launcher.external.node_leader",
     "Launch": "launcher.launch_handle",
     "start": "launcher.launch_handle",
 }

@@ -36,10 +36,12 @@ def current(launcher: str | None = None) -> LaunchInfo:
     Raises LaunchInfoError if variables are half set, contradict each other, or are not there for
     the launcher named.
     """
-    info = _named(launcher) if launcher else thread_info() or _from_environment()
+    rank_info = _named(launcher) if launcher else thread_info() or _from_environment()
+    info = single_process() if rank_info is None else rank_info
     extras = dict(info.extras)
-    if "secret_fd" not in extras and (secret_fd := launch_secret.take(os.environ)) is not None:
-        extras["secret_fd"] = str(secret_fd)
+    if rank_info is not None and "secret_fd" not in extras:  # else it is for ranks to be started
+        secret_fd = launch_secret.take(os.environ)
+        extras |= {} if secret_fd is None else {"secret_fd": str(secret_fd)}
     if recorder.VARIABLE in os.environ:
         extras.setdefault(TRACE, os.environ[recorder.VARIABLE])
     if is_encrypted():
@@ -67,11 +69,11 @@ def acting_as(info: LaunchInfo | None) -> Iterator[None]:
         _thread_info.reset(token)
 
 
-def _from_environment() -> LaunchInfo:
+def _from_environment() -> LaunchInfo | None:
     if name := os.environ.get(CHOICE):
         return _named(name)
     detected = (launcher.detect(os.environ) for launcher in registry.all_launchers())
-    return next((info for info in detected if info is not None), None) or single_process()
+    return next((info for info in detected if info is not None), None)
 
 
 def _named(name: str) -> LaunchInfo:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from launcher import timings
+from launcher.authentication.launch_token import LaunchToken
 from launcher.launch_info import MAX_PORT
 from launcher.records import json_values
 
@@ -52,6 +53,9 @@ class Job:
     results_dir: the folder for the results of ranks that a backend launcher starts.
     encrypt: encrypt what the Coordinators and Communicators of the ranks send.
     restart_count: launches of the same job that have failed before this one.
+    token: what the commands of several nodes prove to each other; command: what the first one was
+    given, for those that join it. secret: the launch secret, once the nodes have met.
+    ranks_of_nodes: ranks on each node, once they have met; empty for nprocs on each.
     """
 
     target: Target
@@ -71,6 +75,10 @@ class Job:
     results_dir: str | None = None
     encrypt: bool = False
     restart_count: int = 0
+    token: LaunchToken | None = field(default=None, repr=False)
+    command: tuple[str, ...] = ()
+    secret: bytes | None = field(default=None, repr=False)
+    ranks_of_nodes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for problem in self._problems():
@@ -106,6 +114,17 @@ class Job:
             yield "a launch id must not be empty, and have no NUL"
         if self.launch_id != self.launch_id.encode(errors="ignore").decode():
             yield f"the launch id {self.launch_id!r} cannot be encoded as UTF-8"
+
+    @property
+    def world_size(self) -> int:
+        """The ranks on all nodes."""
+        return sum(self.ranks_of_nodes) or self.nnodes * self.nprocs
+
+    @property
+    def first_rank(self) -> int:
+        """The first rank of this node."""
+        earlier = self.ranks_of_nodes[: self.node_rank]
+        return sum(earlier) if self.ranks_of_nodes else self.node_rank * self.nprocs
 
     def rank_command(self) -> list[str]:
         """The command that a backend launcher runs once per rank."""

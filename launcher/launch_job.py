@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import registry, target
+from launcher.authentication import launch_token
 from launcher.errors import LaunchInterrupted
 from launcher.job import LOOPBACK, Job, new_launch_id
 
@@ -60,6 +61,9 @@ def launch(
 
     encrypt: all Coordinators and Communicators of the ranks encrypt; see docs/security.md.
 
+    nnodes: with torchrun, each node calls this, and the variable DRUMLINE_TOKEN holds the same
+    token on all of them, as docs/security.md says.
+
     Raises LaunchError as soon as one rank fails, after ending the others. Processes that
     ranks leave running are ended with them.
     """
@@ -71,13 +75,14 @@ def launch(
         node_rank=node_rank,
         master_addr=master_addr,
         master_port=master_port,
-        launch_id=launch_id_for(nnodes, launcher) if launch_id is None else launch_id,
+        launch_id=new_launch_id() if launch_id is None else launch_id,
         log_dir=log_dir,
         timeout_s=timeout_s,
         bind=bind,
         preload=tuple(preload) if isinstance(preload, list) else preload,  # type: ignore[arg-type]
         share_devices=share_devices,
         encrypt=encrypt,
+        token=launch_token.take(os.environ) if needs_token(nnodes, launcher) else None,
     )
     try:
         return start(job, launcher, trace)
@@ -100,17 +105,11 @@ def start(
         return _start(replace(job, trace=str(folder)), name, **options)
 
 
-def launch_id_for(nnodes: int, name: str) -> str:
-    """A new launch id. Raises ValueError if each of several nodes would draw a different one."""
+def needs_token(nnodes: int, name: str) -> bool:
+    """True if each of several nodes is started by a command of its own."""
     backend = registry.find(name)
-    starts_one = not getattr(backend, "STARTS_ALL_NODES", False)
-    if nnodes > 1 and starts_one and "nnodes" in getattr(backend, "SUPPORTS", ()):
-        raise ValueError(
-            f"each of {nnodes} nodes is started by a command of its own, and these would not find "
-            "each other, so nothing was started. Add the same --master-addr ADDRESS, of the first "
-            "node, and --launch-id ID, any word, to the command on each of them."
-        )
-    return new_launch_id()
+    starts_all = getattr(backend, "STARTS_ALL_NODES", False)
+    return nnodes > 1 and not starts_all and "nnodes" in getattr(backend, "SUPPORTS", ())
 
 
 def check(job: Job, name: str, trace_file: str | os.PathLike[str] | None = None) -> None:

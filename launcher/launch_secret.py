@@ -10,11 +10,12 @@ import fcntl
 import os
 from collections.abc import MutableMapping
 
+from launcher.authentication import launch_token
 from launcher.launch_info import ENV_PREFIX, LaunchInfoError
 from launcher.system import linux
 
 NBYTES = 32
-SECRET = ENV_PREFIX + "SECRET"
+SECRET = launch_token.OLD_VARIABLE
 SECRET_FD = ENV_PREFIX + "SECRET_FD"  # names the descriptor, once the secret was taken
 
 
@@ -38,31 +39,16 @@ def variables() -> dict[str, str]:
 
 
 def take(environ: MutableMapping[str, str]) -> int | None:
-    """Take the secret out of environ; return its descriptor, or None if there is none.
+    """Take the secret, or the token in its place, out of environ; its descriptor, or None.
 
     It is removed from the environment of this process and its children, and from what /proc shows.
     """
-    if SECRET in environ:
-        secret = _parse(environ[SECRET])
-        if environ is os.environ:
-            linux.erase_variable(SECRET)
-        del environ[SECRET]
-        environ[SECRET_FD] = str(store(secret))
+    try:
+        token = launch_token.take(environ)
+    except ValueError as error:
+        raise LaunchInfoError(str(error)) from error
+    if token is not None:
+        environ[SECRET_FD] = str(store(token.key))
     fd = environ.get(SECRET_FD, "")
     # A child that has not inherited the descriptor may have another file under that number.
     return int(fd) if "launch-secret" in linux.link_of_fd(fd) else None
-
-
-def _parse(text: str) -> bytes:
-    """The secret. Errors do not show the text, for it may be one."""
-    try:
-        data = bytes.fromhex(text)
-    except ValueError:
-        data = b""
-    if len(data) != NBYTES:
-        raise LaunchInfoError(
-            f"{SECRET} has {len(text)} characters, and a launch secret is {2 * NBYTES} hexadecimal "
-            "digits, so no rank would accept this one. Unset it, or set the same secret for every "
-            "rank of the launch."
-        )
-    return data

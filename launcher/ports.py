@@ -14,6 +14,7 @@ from launcher.system import linux
 
 FIRST_PORT = 10_000
 END_PORT = 32_768  # where Linux begins to give ports to outgoing connections, by default
+NODES_PORT = 29_600  # where the commands of several nodes meet, unless --master-port is given
 BACKLOG = 2048
 IN_USE = (errno.EADDRINUSE, errno.EACCES)  # another port may do; for anything else none would
 NOT_LOCAL = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)
@@ -65,8 +66,8 @@ def candidates(launch_id: str) -> list[int]:
     return fixed + [port for port in all_ports if port in ephemeral]
 
 
-def of_nodes(launch_id: str, port: int) -> int:
-    """The port at which the nodes of a launch meet: port, or if that is 0, by launch_id."""
+def of_torch(launch_id: str, port: int) -> int:
+    """The port of torchrun's store where each node has a torchrun: or by launch_id if it is 0."""
     return port or candidates(launch_id)[0]
 
 

@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -135,12 +136,13 @@ class Hosts(NetworkHosts):
         """
         lines = re.findall(f"^{start} .*", page.read_text(), re.MULTILINE)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environ = {"PATH": path, "DRUMLINE_TOKEN": secrets.token_hex(32)}
         agents = []
         for index, line in enumerate(lines):
             for word, here in words.items():
                 line = line.replace(word, str(here))
             line = line.replace("10.0.0.1", "10.77.0.1")
-            agents.append(self.start(index, ["bash", "-c", line], PATH=path))
+            agents.append(self.start(index, ["bash", "-c", line], **environ))
         told = [agent.communicate(timeout=100)[0] for agent in agents]
         assert [agent.returncode for agent in agents] == [0, 0]
         return told

@@ -25,7 +25,7 @@ def check_encryption(info: LaunchInfo) -> None:
     if info.rank == 0 and "secret_fd" not in info.extras:
         log.warning(
             "launch %s has no secret of its own: encryption keeps out who reads the network, and "
-            "not who writes to it and %s. Set DRUMLINE_SECRET on every host, see docs/security.md",
+            "not who writes to it and %s. Set DRUMLINE_TOKEN on every host, see docs/security.md",
             info.launch_id,
             "reads the launcher's store" if "store" in info.extras else "knows this launch id",
         )

@@ -10,6 +10,7 @@ drumline bench --model DIR -n 2 --batch 8
 drumline serve --model DIR -n 2
 drumline top
 drumline auto -n 2 script.py
+drumline join 10.0.0.1
 
 run, doctor and trace are the launcher's own commands, check is the communicator's. A command
 imports only its own modules, so that `drumline run` starts as fast as `python -m launcher run`.
@@ -37,9 +38,10 @@ DELEGATED = {
     "run": ("launcher.cli", "start a script once per rank"),
     "doctor": ("launcher.cli", "check this machine"),
     "trace": ("launcher.cli", "summarise, join or draw traces"),
+    "join": ("drumline.cli.join", "run here what the first machine of a launch runs"),
     "check": ("communicator.cli", "run the conformance check of a backend"),
 }
-"""Commands of the layers below: the module whose main() runs each, and its help."""
+"""Commands with a parser of their own, most of the layers below: the module of each, its help."""
 DESCRIPTION = "Start ranks, check this machine, and run one model over the devices of every rank."
 USER_ERRORS = ("CheckpointError", "DrumlineError", "PlanError", "RefusedUse")
 INTERRUPTED_CODE = 130  # 128 + SIGINT, as shells report it
@@ -56,7 +58,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = "drumline") -> int:
     if arguments and arguments[0] in DELEGATED:
         module, _ = DELEGATED[arguments[0]]
         return int(importlib.import_module(module).main(arguments, prog))
-    return _run_command(parser(prog).parse_args(arguments), prog)
+    options = parser(prog).parse_args(arguments)
+    options.command_line = tuple(arguments)
+    return run_command(options, prog)
 
 
 def parser(prog: str = "drumline") -> argparse.ArgumentParser:
@@ -81,7 +85,8 @@ def _parser_of(command: str, prog: str) -> argparse.ArgumentParser:
     return parser(prog)
 
 
-def _run_command(options: argparse.Namespace, prog: str) -> int:
+def run_command(options: argparse.Namespace, prog: str) -> int:
+    """Run the command of the options; the exit code."""
     from coordinator import DrumlineError  # run, doctor and trace do without
     from drumline import model_packages
 

@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 import launcher
+from launcher.cli import TOKEN_OPTIONS, with_token
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
 """Names and settings of an argument of argparse."""
@@ -157,15 +158,10 @@ def _job_of_front(options: argparse.Namespace) -> launcher.Job | None:
             "another launcher has started these; leave them out, and have that launcher start "
             "them again (`drumline run --max-restarts`), or give -n N without that launcher."
         )
-    if nnodes > 1 and options.master_addr is None:
-        raise DrumlineError(
-            f"--nnodes {nnodes} needs --master-addr ADDRESS, of the first node, in the "
-            "command of each; but for --node-rank, these are the same."
-        )
     worker = "drumline.serving.front.rank_worker"
     place = {} if options.master_addr is None else {"master_addr": options.master_addr}
     try:
-        return launcher.Job(
+        job = launcher.Job(
             launcher.Target("function", f"{worker}:serve_front"),
             nprocs=options.ranks,
             nnodes=nnodes,
@@ -177,6 +173,10 @@ def _job_of_front(options: argparse.Namespace) -> launcher.Job | None:
         )
     except ValueError as error:
         raise DrumlineError(f"{error}.") from error
+    try:
+        return with_token(job, options) if nnodes > 1 else job
+    except (ValueError, OSError) as error:
+        raise DrumlineError(str(error)) from error
 
 
 @contextlib.contextmanager
@@ -388,7 +388,9 @@ _SERVE_OPTIONS = (
     ),
     _count("--node-rank", "the index of this node", 0, low=0),
     _option(
-        "--master-addr", "address of the first node; default: none, for one node", metavar="ADDRESS"
+        "--master-addr",
+        "address of the first node; default: there, its only one",
+        metavar="ADDRESS",
     ),
     _option(
         "--master-port",
@@ -397,6 +399,7 @@ _SERVE_OPTIONS = (
         default=0,
         metavar="PORT",
     ),
+    *(((name,), settings) for name, settings in TOKEN_OPTIONS.items()),
     _count("--restarts", "times that ranks are started again after one died", 0, low=0),
     _count("--max-running", "sequences generated at the same time", 16),
     _count("--max-waiting", "sequences that may wait for their turn", 64),

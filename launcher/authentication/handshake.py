@@ -56,6 +56,10 @@ class Rejected(Exception):
     """The other end refuses this one, and asking again will not change that."""
 
 
+class SecretRejected(Rejected):
+    """One end does not know the secret of the other."""
+
+
 class NotReady(Exception):
     """The other end is not there yet, or about to go."""
 
@@ -116,10 +120,10 @@ def authenticate(
     except ConnectionBroken as error:
         raise NotReady(f"what listens there has not answered as rank 0 does: {error}") from error
     if answer == Answer.REJECTED:
-        raise Rejected("it refused the launch secret of this rank")
+        raise SecretRejected("it refused the launch secret of this rank")
     expected = credentials.mac(b"server", _welcome(answer, name), mac + server_nonce)
     if not hmac.compare_digest(server_mac, expected):
-        raise Rejected("it does not know the launch secret, so it is not ours")
+        raise SecretRejected("it does not know the launch secret, so it is not ours")
     if answer == Answer.NOT_READY:
         raise NotReady("it is not this rank's turn")
     if answer == Answer.DUPLICATE_RANK:

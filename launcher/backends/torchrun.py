@@ -75,7 +75,7 @@ def expected_info(job: Job) -> dict[str, object]:
     fields: dict[str, object] = {"extras": {"launcher": NAME, "store": "agent"}}
     if job.nnodes == 1:
         return fields | dict.fromkeys(("launch_id", "master_addr", "master_port"), chosen_by(NAME))
-    port = ports.of_nodes(job.launch_id, job.master_port)
+    port = ports.of_torch(job.launch_id, job.master_port)
     return fields | {"launch_id": f"{job.launch_id}-{port}-0"}
 
 
@@ -98,6 +98,6 @@ def _rendezvous(job: Job) -> list[str]:
     if job.nnodes == 1:  # as --standalone, but with our launch_id, and whatever the host's name is
         endpoint = ["--rdzv-endpoint", f"{job.master_addr}:{job.master_port}"]
         return ["--rdzv-backend", "c10d", *endpoint, "--local-addr", job.master_addr]
-    port = ports.of_nodes(job.launch_id, job.master_port)
+    port = ports.of_torch(job.launch_id, job.master_port)
     nodes = ["--nnodes", str(job.nnodes), "--node-rank", str(job.node_rank)]
     return [*nodes, "--master-addr", job.master_addr, "--master-port", str(port)]

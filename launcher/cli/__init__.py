@@ -28,21 +28,33 @@ from launcher.cli.command_parser import (
     complete,
     completing_command,
 )
+from launcher.cli.run_options import (
+    TOKEN_OPTIONS,
+    endpoint_of,
+    token_to_join,
+    with_token,
+)
 from launcher.errors import LaunchError, LaunchInterrupted
-from launcher.job import Job, Target
+from launcher.job import LOOPBACK, Job, Target, new_launch_id
 from launcher.runtime import rank_process
 from launcher.runtime.log_setup import configure as configure_logging
 from launcher.system import gpus, linux
 
 __all__ = [
+    "TOKEN_OPTIONS",
+    "USAGE_CODE",
     "CommandParser",
     "VersionAction",
     "complete",
     "completing_command",
     "configure_logging",
+    "endpoint_of",
     "main",
     "parse",
     "parser",
+    "run_command",
+    "token_to_join",
+    "with_token",
 ]
 
 PROG = "python -m launcher"
@@ -78,11 +90,11 @@ def parser(prog: str = PROG) -> CommandParser:
 
 def parse(arguments: Sequence[str], prog: str = PROG) -> argparse.Namespace:
     """The options, with the script's arguments unchanged."""
-    if arguments[:1] != ["run"]:
+    if list(arguments[:1]) != ["run"]:
         return parser(prog).parse_args(arguments)
     words, script_arguments = run_options.split(arguments)
     options = parser(prog).parse_args(words)
-    options.arguments = script_arguments
+    options.arguments, options.command_line = script_arguments, tuple(arguments)
     return options
 
 
@@ -96,7 +108,11 @@ def main(arguments: Sequence[str], prog: str = PROG) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if completing_command() is not None:
         complete(parser(prog))
-    options = parse(arguments, prog)
+    return run_command(parse(arguments, prog), prog)
+
+
+def run_command(options: argparse.Namespace, prog: str = PROG) -> int:
+    """Run the command of the options, as main() does."""
     try:
         configure_logging()
         return COMMANDS[options.command](options)
@@ -118,6 +134,9 @@ def _run(options: argparse.Namespace) -> int:
 
         _print(dry_run.lines(job, options.launcher))
         return 0
+    if launch_job.needs_token(job.nnodes, options.launcher):
+        target.check(job.target)
+        job = with_token(job, options)
     code = 0
     try:
         _start(job, options)
@@ -200,20 +219,16 @@ def _print_error(lines: Iterable[str]) -> None:
 
 
 def _job(options: argparse.Namespace) -> Job:
-    meeting_place = options.rdzv_endpoint or (options.master_addr, options.master_port)
+    address, port = options.rdzv_endpoint or (options.master_addr, options.master_port)
     return Job(
         Target("module" if options.module else "script", options.script),
         args=tuple(options.arguments),
         nprocs=_nprocs(options.nproc_per_node),
         nnodes=options.nnodes,
         node_rank=options.node_rank,
-        master_addr=meeting_place[0],
-        master_port=meeting_place[1],
-        launch_id=(
-            launch_job.launch_id_for(options.nnodes, options.launcher)
-            if options.launch_id is None
-            else options.launch_id
-        ),
+        master_addr=LOOPBACK if address is None else address,
+        master_port=port,
+        launch_id=new_launch_id() if options.launch_id is None else options.launch_id,
         log_dir=options.log_dir,
         timeout_s=options.timeout,
         bind=options.bind,

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 
-from launcher import registry
-from launcher.job import LOOPBACK
+from launcher import ports, registry
+from launcher.authentication import launch_token
+from launcher.authentication.launch_token import LaunchToken
+from launcher.external.node_messages import endpoint
+from launcher.job import LOOPBACK, Job
+from launcher.system import host_addresses
 
 OPTIONS_WITHOUT_VALUE = (
     "--", "-h", "--help", "-m", "--module", "--bind", "--dry-run", "--encrypt",
-    "--standalone",
+    "--standalone", "--insecure",
 )  # fmt: skip
+TOKEN_OPTIONS: dict[str, dict[str, str]] = {
+    "--token-file": {
+        "metavar": "FILE",
+        "help": "file with the token of a launch over several nodes, that only you can read; on "
+        "the first node a new one is written into a FILE that is not there; default: the variable "
+        "DRUMLINE_TOKEN, or the terminal",
+    },
+    "--insecure": {
+        "action": "store_true",
+        "help": "let whoever reaches the port of a launch over several nodes become a rank of it",
+    },
+}
 EPILOG = """\
 torchrun's spellings are accepted too: --nproc_per_node, --node_rank, --rdzv_endpoint and so on.
 
@@ -81,24 +98,26 @@ def _add_nodes(run: argparse.ArgumentParser) -> None:
         run.add_argument(name, type=int, default=default, metavar="N", help=text)
     run.add_argument(
         "--master-addr",
-        default=LOOPBACK,
         metavar="ADDRESS",
-        help="address of rank 0; default: %(default)s",
+        help=f"address of rank 0; default: {LOOPBACK}, or of several nodes the first one's only "
+        "address",
     )
     run.add_argument(
         "--master-port",
         type=int,
         default=0,
         metavar="PORT",
-        help="port of rank 0; default: by launch id",
+        help="port of rank 0; default: by launch id, and where nodes meet the same one always",
     )
     run.add_argument(
         "--rdzv-endpoint",
-        type=_endpoint,
+        type=endpoint_of,
         metavar="HOST:PORT",
         help="both in one; default: none",
     )
-    launch_id_help = "name of the launch, the same on every node; default: random"
+    for name, settings in TOKEN_OPTIONS.items():
+        run.add_argument(name, **settings)  # type: ignore[arg-type]
+    launch_id_help = "name of the launch; default: random, or that of the first node"
     run.add_argument("--launch-id", "--rdzv-id", metavar="ID", help=launch_id_help)
     run.add_argument("--rdzv-backend", choices=("c10d", "static"), help=argparse.SUPPRESS)
     run.add_argument("--standalone", action="store_true", help=argparse.SUPPRESS)
@@ -110,7 +129,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _endpoint(text: str) -> tuple[str, int]:
+def endpoint_of(text: str) -> tuple[str, int]:
     """The address and port of "host:port"; port 0 if there is none."""
     host, colon, port = text.rpartition(":")
     if not colon or text.endswith("]"):
@@ -148,3 +167,42 @@ def _stands_alone(word: str) -> bool:
     """True if no value of this option follows as another word, as in `-n2` but not in `-n 2`."""
     has_value = "=" in word if word.startswith("--") else len(word) > 2
     return word in OPTIONS_WITHOUT_VALUE or has_value
+
+
+def with_token(job: Job, options: argparse.Namespace) -> Job:
+    """The job of several nodes with its token; on the first node also with its address, and the
+    command for those that join it.
+
+    options: token, of one that was read before, or as of TOKEN_OPTIONS; command_line, master_addr
+    and rdzv_endpoint. Raises ValueError without a token, or where this node has several addresses.
+    """
+    is_given = options.master_addr or getattr(options, "rdzv_endpoint", None)
+    if job.node_rank == 0:
+        address = job.master_addr if is_given else _address_for_others()
+        job = replace(job, master_addr=address, command=options.command_line)
+    elif not is_given:
+        raise ValueError(f"node {job.node_rank} needs --master-addr ADDRESS, of the first node")
+    port = job.master_port or ports.NODES_PORT
+    place = job.master_addr if port == ports.NODES_PORT else endpoint(job.master_addr, port)
+    token = getattr(options, "token", None) or launch_token.of_node(
+        job.node_rank == 0, options.token_file, options.insecure, f"drumline join {place}"
+    )
+    return replace(job, token=token)
+
+
+def _address_for_others() -> str:
+    """The address of this node on its default route, or its only one."""
+    addresses = host_addresses.routable_addresses()
+    families = [family for family, _ in addresses]
+    if not families or families.count(families[0]) > 1:
+        texts = ", ".join(text for _, text in addresses)
+        raise ValueError(
+            f"this first node has {len(addresses)} addresses, of which the others must reach one, "
+            f"so nothing was started: name it by --master-addr ADDRESS ({texts or 'none is up'})."
+        )
+    return addresses[0][1]
+
+
+def token_to_join(options: argparse.Namespace) -> LaunchToken:
+    """The token of a launch that runs elsewhere, by the options of TOKEN_OPTIONS."""
+    return launch_token.of_node(False, options.token_file, options.insecure)

@@ -41,7 +41,7 @@ def run(backend: Any, job: Job) -> list[Any]:
     shadowing.check(["."])  # `python -m` of each rank looks there first
     began_s = time.monotonic()
     if job.nnodes > 1 and not getattr(backend, "STARTS_ALL_NODES", False):
-        node_rendezvous.meet(job, ports.of_nodes(job.launch_id, job.master_port))
+        job = node_rendezvous.meet(job)
     with tempfile.TemporaryDirectory(prefix=f"drumline-launch-{os.getpid()}-") as folder:
         job = replace(job, target=target.by_reference(job.target), results_dir=folder)
         if job.log_dir:
@@ -101,7 +101,7 @@ def _check_for_silent_ranks(
     starts_all = getattr(backend, "STARTS_ALL_NODES", False)
     if starts_all and job.nnodes > 1:
         return  # the records of other nodes are not here
-    first = job.node_rank * job.nprocs
+    first = job.first_rank
     silent = sorted({*range(first, first + job.nprocs)} - recorded)
     causes = [failure for failure in failures if not failure.ended_by_launcher]
     if silent and all({*failure.blames} & {*silent} for failure in causes):
@@ -137,18 +137,15 @@ def _link_logs(log_dir: str, folder: Path) -> None:
 def environment(backend: Any, job: Job) -> dict[str, str]:
     """Ours, without the LaunchInfo of an enclosing launch, with the variables of the backend.
 
-    Where one command starts every rank, it carries the launch secret. Where each node has its own,
-    the same secret may be set for all.
+    They carry the launch secret: a new one, or that of several nodes which have a command each.
     """
     variables = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(ENV_PREFIX) or name in SETTINGS
     }
-    if job.nnodes == 1:
-        variables.update(launch_secret.variables())
-    elif launch_secret.SECRET in os.environ:
-        variables[launch_secret.SECRET] = os.environ[launch_secret.SECRET]
+    secret = os.urandom(launch_secret.NBYTES) if job.secret is None else job.secret
+    variables[launch_secret.SECRET] = secret.hex()
     if job.trace:
         variables[recorder.VARIABLE] = job.trace
     return {**variables, **(backend.environment(job) if hasattr(backend, "environment") else {})}

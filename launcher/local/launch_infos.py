@@ -22,9 +22,9 @@ def infos_for_node(
     return [
         LaunchInfo(
             launch_id=job.launch_id,
-            world_size=job.nprocs * job.nnodes,
+            world_size=job.world_size,
             local_world_size=job.nprocs,
-            rank=job.node_rank * job.nprocs + local_rank,
+            rank=job.first_rank + local_rank,
             local_rank=local_rank,
             master_addr=job.master_addr,
             master_port=port,

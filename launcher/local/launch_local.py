@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from dataclasses import replace
 from typing import Any
 
 from launcher import launch_secret, ports
@@ -33,7 +34,7 @@ def launch_local(
     _check_open_files(job)
     linux.open_missing_streams()
     cpu_sets = cpu_affinity.assign_cpus(job.nprocs) if job.bind else []
-    output = Output(job.log_dir, job.nprocs, job.node_rank * job.nprocs)
+    output = Output(job.log_dir, job.nprocs, job.first_rank)
     for rank, cpu_set in enumerate(cpu_sets):
         output.notice(f"rank {rank}: {cpu_set}")
     plan, pipes = _prepare(job, cpu_sets, owns_process)
@@ -69,6 +70,7 @@ def _prepare(
 ) -> tuple[ForkPlan, LauncherPipes]:
     """The ports of the launch, its secret and all pipes: made before the first rank."""
     port, shared = _meeting_point(job)
+    job = replace(job, token=None, command=(), secret=None)  # not for the processes below
     torch_ports = ports.torch_candidates(job.launch_id, port)
     holder = ports.reserve(torch_ports)
     # All nodes must name the same one.
@@ -101,12 +103,16 @@ def _prepare(
 def _meeting_point(job: Job) -> tuple[int, dict[str, int]]:
     """The Coordinator's port, and the descriptors of the launch by their names in extras.
 
-    Of several nodes each has this function, so that only the user can give all the same secret, and
-    rank 0 listens itself at the port that they have agreed on.
+    Of several nodes each has this function, with the secret and the port that the first one has
+    chosen, where rank 0 listens itself.
     """
     if job.nnodes > 1:
-        secret_fd = launch_secret.take(os.environ)
-        return job.master_port, {} if secret_fd is None else {"secret_fd": os.dup(secret_fd)}
+        if job.secret is None:
+            raise ValueError(
+                "a job of several nodes has no secret until they have met (NodeLeader.begin, "
+                "NodeFollower.join), so nothing was started"
+            )
+        return job.master_port, {"secret_fd": launch_secret.store(job.secret)}
     listener = ports.listen(job.launch_id, job.master_addr, job.master_port)
     port = listener.getsockname()[1]
     return port, {"master_fd": listener.detach(), "secret_fd": launch_secret.create()}

@@ -160,6 +160,7 @@ def test_reading_the_secret_removes_it_from_the_environment():
     )
     variables = launch_secret.variables()
     (text,) = variables.values()
+    variables |= LaunchInfo("x").to_env()
     run = [sys.executable, "-c", code]
     shown = subprocess.run(run, env=os.environ | variables, capture_output=True, text=True)
     first, _, rest = shown.stdout.partition("\n")

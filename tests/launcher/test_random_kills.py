@@ -197,7 +197,7 @@ def test_launch_over_two_hosts_ends_on_both(command, hosts, seed):
     processes = [
         command.start(
             "run", *options, "--node-rank", str(index), script,
-            around=hosts.command(index, []),
+            around=hosts.command(index, []), env={"DRUMLINE_TOKEN": "5e" * 32},
         )
         for index in range(2)
     ]  # fmt: skip

@@ -24,7 +24,7 @@ def follow_front(job: launcher.Job) -> None:
     Raises LaunchError when it has ended with an error, or is gone.
     """
     poll_s = timings.TIMINGS.failure_poll_s
-    with contextlib.closing(launcher.NodeFollower(job, job.master_port, stays=True)) as follower:
+    with contextlib.closing(launcher.NodeFollower(job, stays=True)) as follower:
         while (attempt := follower.join()) is not None:
             with launcher.Launch(attempt) as launch, contextlib.ExitStack() as stack:
                 stack.callback(launch.stop)  # with that of the launch, at once: SIGTERM, Ctrl-C

@@ -50,7 +50,7 @@ class RestartingRanks:
         restarts: int,
         on_ready: Callable[[Message], None],
     ) -> None:
-        self._leader = launcher.NodeLeader(job, job.master_port, stays=True)
+        self._leader = launcher.NodeLeader(job, stays=True)
         self._scheduler, self._job = scheduler, job
         self._num_ranks, self._restarts, self._on_ready = (
             job.nnodes * job.nprocs,

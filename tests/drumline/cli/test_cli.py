@@ -143,9 +143,9 @@ def test_invalid_arguments_are_rejected_in_a_line(name, line, message, capsys):
 def test_variables_that_no_launch_can_have_are_an_error_of_one_line(
     small_model, capsys, monkeypatch
 ):
-    monkeypatch.setenv("DRUMLINE_SECRET", "abc")
+    monkeypatch.setenv("DRUMLINE_RANK", "1")
     assert main(["serve", "--model", str(small_model)]) == 1
-    assert capsys.readouterr().err.startswith("drumline: DRUMLINE_SECRET has 3 characters")
+    assert capsys.readouterr().err.startswith("drumline: an incomplete LaunchInfo")
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ OPTIONS = {
     "serve": f"{MODEL} -n --ranks --memory --host --port --api-key-file --dtype --device-map --tp"
     " --tensor-parallel-size --served-model-name --chat-template --log-requests"
     " --enable-log-requests --max-length --max-model-len --nnodes --node-rank"
-    " --master-addr --master-port --restarts --max-running --max-waiting",
+    " --master-addr --master-port --token-file --insecure --restarts --max-running --max-waiting",
     "top": "",
     "auto": "-n --ranks",
 }

@@ -15,7 +15,11 @@ from pathlib import Path
 import pytest
 
 from launcher import errors, ports, timings
-from launcher.external import node_rendezvous
+from launcher.authentication.framed_connection import ConnectionBroken
+from launcher.authentication.handshake import AuthenticatedListener
+from launcher.authentication.launch_token import LaunchToken
+from launcher.external import node_follower, node_leader, node_rendezvous
+from launcher.external.node_messages import ASKS, NodeChannel, NodeDescription
 from launcher.job import Job, Target
 from launcher.launch_info import MAX_PORT
 
@@ -33,17 +37,19 @@ FIRST = "10.77.0.1"
 ROOT = Path(__file__).parents[3]
 KEPT = ports.reserve(ports.candidates(uuid.uuid4().hex))  # from the launches of tests beside these
 PORT = KEPT.getsockname()[1]
+TOKEN = LaunchToken.draw()
 
 
-def start(hosts, node, *options):
+def start(hosts, node, *options, token=TOKEN):
     options = ["--node-rank", f"{node}", "--master-addr", FIRST, *options]
     command = hosts.command(node, [sys.executable, "-c", NODE, *options])
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "DRUMLINE_TOKEN": str(token)},
     )
 
 
@@ -53,56 +59,41 @@ def ends(*nodes):
 
 
 def test_a_missing_node_is_named_every_few_seconds_and_at_the_deadline(hosts):
-    ((code, _, err),) = ends(start(hosts, 0, "--launch-id", "monday", "--timeout", "2.8"))
-    where = f"node 1 of 2 at {FIRST}:{ports.of_nodes('monday', 0)}"
+    ((code, _, err),) = ends(start(hosts, 0, "--timeout", "2.8"))
+    where = f"node 1 of 2 at {FIRST}:{ports.NODES_PORT}"
     assert 1 < err.count(f"[launcher] waiting for {where}; nodes seen: 0\n") < 6
     assert f"{where} did not come within 2.8 s (nodes seen: 0)" in err
     assert code == 124
 
 
 def test_a_node_says_that_it_waits_for_the_first(hosts):
-    options = ("--launch-id", "monday", "--master-port", "29500", "--timeout", "2.4")
+    options = ("--master-port", "29500", "--timeout", "2.4")
     ((code, _, err),) = ends(start(hosts, 1, *options))
     assert f"waiting for node 0 of 2 at {FIRST}:29500 (Connection refused); nodes seen: 0\n" in err
     assert f"node 0 of 2 at {FIRST}:29500 did not come within 2.4 s (Connection refused)" in err
     assert code == 124
 
 
-def test_two_launch_ids_at_one_port_are_named_on_both_sides_at_once(hosts):
-    port = ("--master-port", "29500", "--timeout", "20")
-    first = start(hosts, 0, "--launch-id", "monday", *port)
-    ((code, _, err),) = ends(start(hosts, 1, "--launch-id", "tuesday", *port))
-    a, b = hosts.names
-    both = f"--launch-id is 'monday' on node 0 (host {a}) and 'tuesday' on node 1 (host {b})"
-    assert both in err and code == 1
-    line = next(line for line in first.stderr if "waiting" not in line)
-    assert line == f"[launcher] a node came from 10.77.0.2, and was sent away: {both}\n"
-    second = start(hosts, 1, "--launch-id", "monday", *port)  # corrected, it is let in
-    assert [(code, "all nodes are here" in out) for code, out, _ in ends(first, second)] == (
-        [(0, True)] * 2
-    )
-
-
-def test_two_launch_ids_with_a_port_each_are_named_on_both_sides(hosts):
-    first = start(hosts, 0, "--launch-id", "monday", "--timeout", "6")
-    second = start(hosts, 1, "--launch-id", "tuesday", "--timeout", "4")
-    a, b = hosts.names
-    both = f"--launch-id is 'monday' on node 0 (host {a}) and 'tuesday' on node 1 (host {b})"
-    for code, _, err in ends(first, second):
-        notices, box = err.split("╭")
-        assert notices.count(both) == 1 and f"Another launch did come: {both}. " in box, err
-        assert "did not come within" in box and "check that a firewall" in box and code == 124, err
+def test_a_node_with_another_token_is_told_at_once_and_one_with_the_right_token_joins(hosts):
+    first = start(hosts, 0, "--timeout", "20")
+    ((code, out, err),) = ends(start(hosts, 1, "--timeout", "20", token=LaunchToken.draw()))
+    assert f"the token is not that of the first node at {FIRST}:{ports.NODES_PORT}" in err
+    assert "type the one that it printed" in err and code == 1 and out == ""
+    second = start(hosts, 1, "--timeout", "20")
+    ended = ends(first, second)
+    assert [(code, "all nodes are here" in out) for code, out, _ in ended] == [(0, True)] * 2
+    assert ended[0][2].count("does not know the launch secret") == 1
 
 
 def test_a_name_that_is_loopback_to_its_own_host_is_no_trap(hosts):
-    words = ("--launch-id", "monday", "--timeout", "20", "--master-addr", hosts.names[0])
+    words = ("--timeout", "20", "--master-addr", hosts.names[0])
     ended = ends(start(hosts, 0, *words), start(hosts, 1, *words))
     assert [(code, "all nodes are here" in out) for code, out, _ in ended] == [(0, True)] * 2
 
 
 def job(node, **values):
-    fields = {"nprocs": 2, "nnodes": 3, "launch_id": "three", "master_port": PORT, **values}
-    return Job(Target("module", "this"), node_rank=node, timeout_s=20, **fields)
+    fields = {"nprocs": 2, "nnodes": 3, "launch_id": "three", "master_port": PORT, "token": TOKEN}
+    return Job(Target("module", "this"), node_rank=node, timeout_s=20, **{**fields, **values})
 
 
 @pytest.fixture
@@ -111,27 +102,31 @@ def quick(monkeypatch):
 
 
 class Nodes:
-    """Nodes of one launch, each in a thread; their outcomes, by node rank."""
+    """Nodes of one launch, each in a thread; the jobs of their ranks, or errors, by node rank."""
 
     def __init__(self):
         self.outcomes, self.threads = {}, []
 
-    def start(self, *nodes):
+    def start(self, *nodes, **values):
         for node in nodes:
-            self.threads.append(threading.Thread(target=self.meet, args=(job(node),)))
-            self.threads[-1].start()
+            thread = threading.Thread(target=self.meet, args=(job(node, **values),))
+            self.threads.append(thread)
+            thread.start()
 
     def meet(self, job):
         try:
-            node_rendezvous.meet(job, job.master_port)
-            self.outcomes[job.node_rank] = "met"
+            self.outcomes[job.node_rank] = node_rendezvous.meet(job)
         except errors.LaunchError as error:
-            self.outcomes[job.node_rank] = str(error)
+            self.outcomes[job.node_rank] = error
 
     def join(self):
         for thread in self.threads:
             thread.join(30)
-        assert self.outcomes == dict.fromkeys(range(3), "met")
+        jobs = [self.outcomes[node] for node in range(3)]
+        assert all(isinstance(job, Job) for job in jobs), self.outcomes
+        (secret,) = {job.secret for job in jobs}
+        assert len(secret) == 32 and {job.launch_id for job in jobs} == {"three"}
+        return jobs
 
 
 @pytest.fixture
@@ -152,50 +147,195 @@ def test_three_nodes_meet_and_each_hears_who_is_missing(nodes, capfd):
     nodes.start(1)
 
 
+def test_nodes_with_different_numbers_of_ranks_number_these_in_order(nodes):
+    nodes.start(1, nprocs=3, launch_id="drawn by itself")
+    nodes.start(2, nprocs=1)
+    jobs = nodes.join()
+    assert [job.first_rank for job in jobs] == [0, 2, 5]
+    assert [job.world_size for job in jobs] == [6] * 3
+
+
 @pytest.mark.parametrize(
     "values, text",
     [
-        ({"nprocs": 4}, "-n is 2 on node 0"),
         ({"nnodes": 2}, "--nnodes is 3 on node 0"),
         ({"node_rank": 0}, "--node-rank 0 is host"),
+        ({"node_rank": 3}, "all 3 nodes of the launch are there"),
+        ({"node_rank": -2}, "all 3 nodes of the launch are there"),
+        ({"version": "9.9"}, "the version of drumline is"),
     ],
 )
-def test_a_node_that_does_not_belong_is_told_why_and_the_others_meet(nodes, values, text, capfd):
-    stranger = dataclasses.replace(job(1), **{**values, "node_rank": 1})
-    described = dataclasses.replace(
-        node_rendezvous.NodeDescription.of(stranger), node_rank=values.get("node_rank", 1)
-    )
-    assert text in said_to(described)
-    nodes.start(1, 2)
-
-
-def test_another_version_is_named(nodes):
-    described = node_rendezvous.NodeDescription.of(job(1))
-    assert "the version of drumline is" in said_to(dataclasses.replace(described, version="9.9"))
+def test_a_node_that_does_not_belong_is_told_why_and_the_others_meet(nodes, values, text):
+    assert text in problem_of(dataclasses.replace(NodeDescription.of(1, 3, 2), **values))
     nodes.start(1, 2)
 
 
 def test_nodes_that_gave_up_before_they_heard_that_all_are_here_are_waited_for(nodes):
     """The first node had read that they were here, and started alone."""
     with connected() as one, connected() as two:
-        for rank, connection in ((1, one), (2, two)):
-            introduce(connection, node_rendezvous.NodeDescription.of(job(rank)))
-            assert json.loads(connection.makefile().readline())["problem"] == ""
+        for rank, channel in ((1, one), (2, two)):
+            channel.send(node=NodeDescription.of(rank, 3, 2).to_json())
+            assert channel.next(10)["problem"] == ""
     nodes.start(1, 2)
 
 
-def said_to(described):
+def problem_of(node):
     """The problem that the first node has with a node."""
-    with connected() as connection:
-        introduce(connection, described)
-        return json.loads(connection.makefile().readline())["problem"]
+    return answer_to(node)["problem"]
 
 
-def introduce(connection, described):
-    connection.sendall(json.dumps(dataclasses.asdict(described)).encode() + b"\n")
+def answer_to(node):
+    with connected() as channel:
+        channel.send(node=node.to_json())
+        return channel.next(10)
 
 
-def connected():
+@contextlib.contextmanager
+def connected(token=TOKEN):
+    """A connection to the first node that has proved the token."""
+    while True:
+        try:
+            address = ("127.0.0.1", PORT)
+            with node_follower.connected_to_first(address, token, time.monotonic() + 10) as channel:
+                yield channel
+            return
+        except ConnectionRefusedError:
+            pass
+
+
+@contextlib.contextmanager
+def leading(**values):
+    """A first node that stays, and is served by a thread meanwhile."""
+
+    def serve():
+        while not has_ended.wait(0):
+            leader.step(0.05)
+
+    has_ended = threading.Event()
+    with contextlib.closing(node_leader.NodeLeader(job(0, **values), stays=True)) as leader:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield leader
+        finally:
+            has_ended.set()
+            thread.join()
+
+
+def test_where_all_nodes_need_as_many_ranks_another_number_is_named():
+    with leading():
+        assert "-n is 2 on node 0" in problem_of(NodeDescription.of(1, 3, 4))
+
+
+def test_nodes_are_numbered_as_they_come_and_a_number_that_was_left_is_given_again():
+    def asks(pid, node_rank=ASKS):
+        return answer_to(dataclasses.replace(NodeDescription.of(node_rank, 0, 0), pid=pid))
+
+    with leading(command=("serve", "--model", "x")):
+        answers = [asks(1), asks(1), asks(2), asks(3), asks(4, node_rank=2)]
+    assert [answer["node_rank"] for answer in answers] == [1, 1, 2, 1, 2]
+    assert answers[0]["command"] == ["serve", "--model", "x"]
+    assert not any(answer["problem"] for answer in answers)
+
+
+# ---- strangers: they have the port, the addresses and the launch id, and not the token ----
+
+
+class Wire:
+    """Whoever sits between a node and the first one: what passed in each direction."""
+
+    def __init__(self):
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self.to_first, self.to_node = b"", b""
+        self.thread = threading.Thread(target=self._relay)
+        self.thread.start()
+
+    def _relay(self):
+        with (
+            self.listener,
+            self.listener.accept()[0] as node,
+            raw_connection() as first,
+        ):
+            back = threading.Thread(target=self._copy, args=(first, node, "to_node"))
+            back.start()
+            self._copy(node, first, "to_first")
+            back.join()
+
+    def _copy(self, source, sink, name):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                setattr(self, name, getattr(self, name) + data)
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+
+def test_whoever_reads_the_wire_learns_nothing_and_cannot_join_by_repeating_it(nodes):
+    """The port told everybody the launch id, of which the secret of the ranks was made."""
+    wire = Wire()
+    nodes.start(1)
+    nodes.start(2, master_port=wire.port)
+    jobs = nodes.join()
+    wire.thread.join(30)
+    both = wire.to_first + wire.to_node
+    for secret in (TOKEN.key, TOKEN.credentials().secret, jobs[0].secret):
+        assert secret not in both and secret.hex().encode() not in both
+    assert b"three" not in both and b"node_rank" not in both and b"secret" not in both
+    assert str(TOKEN).encode() not in both
+    again = Nodes()
+    again.start(0)
+    answer = b""
+    with raw_connection() as repeated, contextlib.suppress(ConnectionResetError):
+        repeated.sendall(wire.to_first)
+        while data := repeated.recv(1 << 16):
+            answer += data
+    assert b"three" not in answer and len(answer) < len(wire.to_node)
+    again.start(1, 2)
+    assert again.join()[0].secret != jobs[0].secret
+
+
+def test_a_stranger_without_the_token_is_sent_away_and_hears_nothing(nodes):
+    for token in (LaunchToken.draw(), LaunchToken.insecure()):
+        refused = pytest.raises(errors.LaunchError, match="the token is not that of the first node")
+        with refused, connected(token):
+            pass
+    nodes.start(1, 2)
+
+
+def test_a_first_node_that_does_not_know_the_token_is_not_obeyed():
+    """Whoever answered in place of the first one chose what ranks run beside whom."""
+    with leading(token=LaunchToken.draw()):
+        follower = node_follower.NodeFollower(job(1), stays=True)
+        with contextlib.closing(follower), pytest.raises(errors.LaunchError, match="not that of"):
+            follower.join(10)
+
+
+def test_what_is_altered_on_the_way_to_a_node_is_no_command_for_it(monkeypatch):
+    """A joining machine runs what the first one says, so that nobody in between may say it."""
+    wire, copy = None, Wire._copy
+
+    def alter(self, source, sink, name):
+        if name == "to_first":
+            return copy(self, source, sink, name)
+        with contextlib.suppress(OSError):
+            sink.sendall(source.recv(4096))  # the greeting
+            sink.sendall(source.recv(4096))  # the welcome
+            sink.sendall(bytes(byte ^ 1 for byte in source.recv(4096)))
+        return None
+
+    monkeypatch.setattr(Wire, "_copy", alter)
+    with leading(command=("run", "x.py")):
+        wire = Wire()
+        address = ("127.0.0.1", wire.port)
+        deadline = time.monotonic() + 10
+        with node_follower.connected_to_first(address, TOKEN, deadline) as channel:
+            channel.send(node=NodeDescription.of(ASKS, 0, 0).to_json())
+            with pytest.raises(ConnectionBroken):
+                channel.next(10)
+        wire.thread.join(10)
+
+
+def raw_connection():
     while True:
         try:
             return socket.create_connection(("127.0.0.1", PORT), 10)
@@ -203,87 +343,100 @@ def connected():
             pass
 
 
-def described(**values):
-    """A line in which a node says what it launches."""
-    node = node_rendezvous.NodeDescription.of(job(1))
-    return json.dumps({**dataclasses.asdict(node), **values}).encode() + b"\n"
-
-
-NO_NODES = {
-    "http": b"GET / HTTP/1.0\n",
-    "list": b"[]\n",
-    "nested": b"[" * 3000 + b"\n",
-    "part": b'{"launch_id": 1}\n',
+STRANGERS = {
+    "http": b"GET / HTTP/1.0\n" + b" " * 400,
+    "json": json.dumps(NodeDescription.of(1, 3, 2).to_json()).encode() + b"\n" * 400,
     "long": b"x" * 9999,
-    "too_many": described(node_rank=3),
-    "negative": described(node_rank=-1),
+    "cut": b"x",
 }
 
 
-@pytest.mark.parametrize("data", NO_NODES.values(), ids=NO_NODES)
-def test_what_is_no_node_is_sent_away_in_silence(nodes, data, capfd):
-    with connected() as connection:
-        connection.sendall(data)
-        try:
-            assert connection.recv(1) == b""
-        except ConnectionResetError:
-            pass
+@pytest.mark.parametrize("data", STRANGERS.values(), ids=STRANGERS)
+def test_a_crowd_of_strangers_leaves_one_short_line_and_keeps_no_node_out(
+    nodes, data, capfd, caplog
+):
+    """300 connections left 300 lines of what they had sent, 408 kB, on the terminal."""
+    for _ in range(300):
+        with raw_connection() as connection, contextlib.suppress(OSError):
+            connection.sendall(data)
     nodes.start(1, 2)
-    assert "came from" not in capfd.readouterr().err
+    nodes.join()
+    lines = [record.getMessage() for record in caplog.records if record.levelname != "DEBUG"]
+    assert len(lines) <= 1 and all(len(line) < 200 for line in lines)
+    said = [line for line in capfd.readouterr().err.splitlines() if "waiting for" not in line]
+    assert len(said) <= 1
+
+
+def test_many_idle_connections_keep_no_node_out(nodes):
+    idle = [raw_connection() for _ in range(256)]
+    nodes.start(1, 2)
+    nodes.join()
+    for connection in idle:
+        connection.close()
+
+
+# ---- a node and what the first one says ----
 
 
 @contextlib.contextmanager
-def followed(*lines, stays=True):
-    """A node that follows what answers with these lines in place of the first one."""
+def followed(*messages, stays=True):
+    """A node that follows what has the token and answers with these in place of the first one."""
 
-    def answer():
-        with listener.accept()[0] as connection, connection.makefile("rwb") as file:
-            file.readline()
-            for line in lines:
-                file.write(line + b"\n")
-            file.flush()
-            file.readline()  # until the follower leaves
+    def answer(accepted, _):
+        channel = NodeChannel(accepted)
+        channels.append(channel)
+        for message in messages:
+            channel.send(**message)
 
+    def serve(listener):
+        selector = node_leader.selectors.DefaultSelector()
+        authenticator = AuthenticatedListener(listener, TOKEN.credentials(), selector, answer)
+        while not has_ended.is_set():
+            authenticator.handle(selector.select(0.05))
+        authenticator.close()
+        for channel in channels:
+            channel.socket.close()
+
+    channels, has_ended = [], threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        answerer = threading.Thread(target=answer)
-        answerer.start()
-        port = listener.getsockname()[1]
-        with contextlib.closing(node_rendezvous.NodeFollower(job(1), port, stays)) as follower:
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        fields = {"master_port": listener.getsockname()[1]}
+        follower = node_follower.NodeFollower(job(1, **fields), stays)
+        with contextlib.closing(follower):
             yield follower
-        answerer.join()
+        has_ended.set()
+        thread.join()
 
 
-def greeting():
-    described = dataclasses.asdict(node_rendezvous.NodeDescription.of(job(0)))
-    return json.dumps({"node": described, "problem": ""}).encode()
+PLACE = {"launch_id": "a", "nnodes": 2, "master_port": 2, "node_rank": 1}
+GO = {"go": {**PLACE, "ranks_of_nodes": [3, 2], "secret": "ab" * 32}}
 
 
-def test_whoever_listens_for_nodes_decides_the_place_of_ranks_and_nothing_else():
-    """Nothing proves who the first node is, so that it must not choose what is run."""
-    place = {"launch_id": "a", "nnodes": 2, "master_port": 2, "node_rank": 1}
-    go = {"go": {**place, "target": "x", "preload": ["x"]}}
-    with followed(greeting(), json.dumps(go).encode()) as follower:
-        assert follower.join() == dataclasses.replace(job(1), **place)
+def test_the_first_node_decides_the_place_of_ranks_and_nothing_else():
+    more = {"go": {**GO["go"], "target": "x", "preload": ["x"]}}
+    with followed({"problem": ""}, more) as follower:
+        attempt = follower.join()
+    place = {**PLACE, "ranks_of_nodes": (3, 2), "secret": b"\xab" * 32}
+    assert attempt == dataclasses.replace(follower.job, **place)
 
 
-def test_lines_that_come_at_once_are_obeyed_at_once():
+def test_messages_that_come_at_once_are_obeyed_at_once():
     """A stop behind another line lay in a buffer until more came, seconds later."""
-    go = {"go": {"launch_id": "a", "nnodes": 2, "master_port": 2, "node_rank": 1}}
-    with followed(greeting(), json.dumps(go).encode(), b'{"stop": true}') as follower:
+    with followed({"problem": ""}, GO, {"stop": True}) as follower:
         follower.join()
         assert follower.is_over(1)
 
 
-@pytest.mark.parametrize("line", [b"\xfd\xfe\xfd", b"[" * 3000, b'{"node": 1}'])
-def test_what_answers_as_no_launch_does_is_not_blamed_on_the_address(line):
-    with followed(line, stays=False) as follower:
-        why = follower._try_to_join(time.monotonic() + 60)
-    assert why == "what listens there is no launch"
+@pytest.mark.parametrize("message", [{"node": 1}, {"problem": "", "x": 1}])
+def test_what_answers_as_no_launch_does_is_not_blamed_on_the_address(message):
+    with followed(message, {"go": 1}) as follower:
+        assert follower._try_to_join(time.monotonic() + 60) == "what listens there is no launch"
 
 
 def test_the_last_word_of_the_first_node_is_an_error_and_no_command_of_the_terminal():
-    end = b'{"end": "\\u001b[2Jover", "code": Infinity}'
-    with followed(greeting(), end) as follower, pytest.raises(errors.LaunchError) as caught:
+    end = {"end": "\u001b[2Jover", "code": float("inf")}
+    with followed({"problem": ""}, end) as follower, pytest.raises(errors.LaunchError) as caught:
         follower.join()
     assert (str(caught.value), caught.value.exit_code) == ("?[2Jover", 1)
 
@@ -291,25 +444,22 @@ def test_the_last_word_of_the_first_node_is_an_error_and_no_command_of_the_termi
 @pytest.mark.parametrize("address", ["0", "::", ""])
 def test_the_first_node_listens_on_no_address_that_is_every_interface(address):
     with pytest.raises(OSError, match="it is every interface"):
-        node_rendezvous.NodeLeader(job(0, master_addr=address), PORT)
+        node_leader.NodeLeader(job(0, master_addr=address))
+
+
+def test_a_launch_of_several_nodes_without_a_token_is_refused():
+    with pytest.raises(ValueError, match="has no token, so whoever reaches it"):
+        node_rendezvous.meet(job(0, token=None))
+    with pytest.raises(ValueError, match="has no token, so whoever reaches it"):
+        node_rendezvous.meet(job(1, token=None))
 
 
 def test_ranks_get_a_port_where_the_nodes_meet_at_the_last_one():
-    leader = node_rendezvous.NodeLeader(job(0), PORT, stays=True)
-    with contextlib.closing(leader), connected() as connection:
-        introduce(connection, node_rendezvous.NodeDescription.of(job(1)))
-        while 1 not in leader.nodes:
-            leader.step(60)
+    with leading(nnodes=2) as leader, connected() as channel:
+        channel.send(node=NodeDescription.of(1, 2, 2).to_json())
+        assert channel.next(10)["problem"] == ""
         leader.port = MAX_PORT
         assert ports.FIRST_PORT <= leader.begin([0, 1]).master_port < MAX_PORT
-
-
-def test_many_idle_connections_keep_no_node_out(nodes):
-    idle = [connected() for _ in range(2 * node_rendezvous.MAX_STRANGERS)]
-    nodes.start(1, 2)
-    nodes.join()
-    for connection in idle:
-        connection.close()
 
 
 def test_a_node_whose_packets_are_dropped_says_so_every_few_seconds(monkeypatch, capfd):
@@ -321,31 +471,12 @@ def test_a_node_whose_packets_are_dropped_says_so_every_few_seconds(monkeypatch,
         return connect(address, timeout_s)
 
     monkeypatch.setattr(timings, "TIMINGS", timings.TIMINGS.scaled(0.02))
-    with full_listener() as port, full_listener() as common_port:
-        monkeypatch.setattr(node_rendezvous, "COMMON_PORT", common_port)
+    with full_listener() as port:
         monkeypatch.setattr(socket, "create_connection", connect_within)
         with pytest.raises(errors.LaunchTimeout, match="timed out"):
-            node_rendezvous.meet(dataclasses.replace(job(1), timeout_s=0.5), port)
+            node_rendezvous.meet(dataclasses.replace(job(1), timeout_s=0.5, master_port=port))
     assert f"127.0.0.1:{port} (Connection timed out)" in capfd.readouterr().err
-    assert 2 * max(attempts_s) < timings.TIMINGS.node_status_s  # one at each port
-
-
-def test_a_node_that_reaches_another_port_of_the_first_says_so(monkeypatch, nodes):
-    """As behind a firewall that lets it reach the port where all launches meet, and no other."""
-
-    class Noticed(Exception):
-        pass
-
-    def notice(text):
-        if f"(Connection refused, while its port {PORT} answers)" in text:
-            raise Noticed
-
-    monkeypatch.setattr(node_rendezvous, "COMMON_PORT", PORT)
-    monkeypatch.setattr(node_rendezvous, "_notice", notice)
-    with socket.socket() as closed, pytest.raises(Noticed):
-        closed.bind(("127.0.0.1", 0))
-        node_rendezvous.meet(job(1), closed.getsockname()[1])
-    nodes.start(1, 2)
+    assert 2 * max(attempts_s) < timings.TIMINGS.node_status_s
 
 
 @contextlib.contextmanager
@@ -361,5 +492,5 @@ def full_listener():
 
 
 def test_a_name_that_no_host_can_have_is_an_error_at_once(quick):
-    with pytest.raises(errors.LaunchError, match="is no name of a host"):
-        node_rendezvous.meet(dataclasses.replace(job(1), master_addr="a..b"), PORT)
+    with pytest.raises(errors.LaunchError, match="is not a name of a host"):
+        node_rendezvous.meet(dataclasses.replace(job(1), master_addr="a..b"))

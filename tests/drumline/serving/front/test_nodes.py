@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -36,6 +37,7 @@ class Cluster:
 
     def __init__(self, hosts, path, log, *options):
         self.hosts, self.nodes, self.log = hosts, {}, log
+        self.token = secrets.token_hex(32)
         self.options = ["--model", str(path), "-n", "1", "--max-length", "200", *options]
         self.options += ["--port", "0", "--nnodes", "2", "--master-addr", hosts.addresses[0]]
 
@@ -47,7 +49,7 @@ class Cluster:
             stderr=self.log.open("a"),
             text=True,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "DRUMLINE_TOKEN": self.token},
         )
 
     def await_address(self):

@@ -21,6 +21,7 @@ from drumline.serving.front.restarting_ranks import RankConnection, RestartingRa
 from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import Generation, ServerBusy, ServingLimits
 from drumline.timings import ModelTimings
+from launcher.authentication.launch_token import LaunchToken
 from tests.programs.counting_rank import count, count_on_devices
 
 LIMITS = ServingLimits(max_length=100, max_running=1, max_waiting=2)
@@ -121,12 +122,14 @@ def test_fewer_ranks_go_on_where_not_all_come_up_until_they_are_too_few(tmp_path
 
 
 FOLLOW = """
+import os
 import sys
 import launcher
+from launcher.authentication import launch_token
 from drumline.serving.front.rank_launch import follow_front
 work = launcher.Target("function", "tests.programs.counting_rank:count")
-place = {"nnodes": 2, "node_rank": 1, "launch_id": "test", "master_port": int(sys.argv[1])}
-follow_front(launcher.Job(work, ("", 2), 1, **place))
+place = {"nnodes": 2, "node_rank": 1, "master_port": int(sys.argv[1])}
+follow_front(launcher.Job(work, ("", 2), 1, token=launch_token.take(os.environ), **place))
 """
 
 
@@ -136,11 +139,12 @@ def test_a_node_that_is_gone_is_done_without_and_comes_in_with_a_restart(
     quick = ModelTimings(node_return_s=0.5, ranks_end_s=0.5)
     monkeypatch.setattr(timings, "TIMINGS", quick)
     scheduler, infos = RemoteScheduler(LIMITS, print), queue.SimpleQueue()
-    place = {"nprocs": 1, "nnodes": 2, "master_port": kept_port()}
-    place["launch_id"] = "test"
+    token = LaunchToken.draw()
+    place = {"nprocs": 1, "nnodes": 2, "master_port": kept_port(), "token": token}
     ranks = RestartingRanks(scheduler, job(count, 2, **place), 9, infos.put)
     command = [sys.executable, "-c", FOLLOW, str(place["master_port"])]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environ["DRUMLINE_TOKEN"] = str(token)
     with ThreadPool(1) as pool, subprocess.Popen(command, env=environ) as other, closing(ranks):
         infos.get(timeout=60)
         item, posted, _ = sequence(90)

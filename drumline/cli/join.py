@@ -1,0 +1,112 @@
+"""`drumline join ADDRESS`: run on this machine what the first machine of a launch runs.
+
+The first one says what that is only to whoever has proved the token of the launch, and is obeyed
+only once it has proved it: so whoever has the token may have this machine run a command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import launcher
+from launcher import LaunchError
+from launcher.cli import (
+    TOKEN_OPTIONS,
+    USAGE_CODE,
+    CommandParser,
+    endpoint_of,
+    parse,
+    run_command,
+    token_to_join,
+)
+
+JOINABLE = ("run", "serve")  # the commands that start ranks on several machines
+EPILOG = """\
+exit codes: 1 the launch could not be joined; 2 wrong usage; else those of the command that the
+first machine runs"""
+
+
+def parser(prog: str = "drumline") -> argparse.ArgumentParser:
+    top = CommandParser(prog=prog)
+    commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
+    text = "run here what the first machine of a launch runs"
+    join = commands.add_parser("join", help=text, description=text, epilog=EPILOG)
+    join.add_argument(
+        "address",
+        type=endpoint_of,
+        metavar="ADDRESS[:PORT]",
+        help="of the first machine, as it printed it",
+    )
+    ranks = "ranks on this machine, as its command takes them; default: as many as on the first"
+    join.add_argument("-n", "--ranks", metavar="N", help=ranks)
+    number = "the index of this machine, from 1 on; default: as they come"
+    join.add_argument("--node-rank", type=int, default=0, metavar="N", help=number)
+    for name, settings in TOKEN_OPTIONS.items():
+        join.add_argument(name, **settings)  # type: ignore[arg-type]
+    return top
+
+
+def main(arguments: Sequence[str], prog: str = "drumline") -> int:
+    """The exit code of the command that the first machine runs, run here as well."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    options = parser(prog).parse_args(arguments)
+    try:
+        joined = _joined(options, prog)
+    except LaunchError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return error.exit_code or 1
+    except (ValueError, OSError) as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return USAGE_CODE
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    if hasattr(joined, "nproc_per_node"):  # of the launcher's own command
+        return run_command(joined, prog)
+    from drumline import cli  # which imports this module, by name
+
+    return cli.run_command(joined, prog)
+
+
+def _joined(options: argparse.Namespace, prog: str) -> argparse.Namespace:
+    """The options of the first machine's command, in this one's place."""
+    from drumline import cli
+
+    token = token_to_join(options)
+    place = launcher.ask_to_join(options.address, token, options.node_rank or -1)
+    _show(place)
+    words = list(place.command)
+    if words[:1] == ["run"]:
+        joined = parse(words, prog)
+        _check_script(joined)
+        joined.nproc_per_node = options.ranks or joined.nproc_per_node
+        joined.rdzv_endpoint = None
+    elif words[0] in JOINABLE:
+        joined = cli.parser(prog).parse_args(words)
+        joined.ranks = int(options.ranks or joined.ranks)
+    else:
+        raise ValueError(f"{words[0]!r} is not a command that runs on several machines")
+    joined.command_line, joined.token = place.command, token
+    joined.node_rank, joined.nnodes = place.node_rank, place.nnodes
+    joined.master_addr, joined.master_port = options.address
+    return joined
+
+
+def _show(place: launcher.Invitation) -> None:
+    command = shlex.join(place.command)
+    text = f"node {place.node_rank} of {place.nnodes} runs what host {place.host} runs"
+    print(f"[launcher] {text}: drumline {command}", file=sys.stderr, flush=True)
+
+
+def _check_script(joined: argparse.Namespace) -> None:
+    if not joined.module and not Path(joined.script).exists():
+        raise ValueError(
+            f"the first machine runs {joined.script}, and from {Path.cwd()} there is no such file "
+            "on this one, so nothing was started. Copy it here, or change into its folder, and "
+            "type the same again."
+        )

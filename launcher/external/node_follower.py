@@ -1,0 +1,267 @@
+"""The other nodes of a launch whose nodes have a command each: they join the first, and obey it.
+
+follower = NodeFollower(job, stays=True)
+while (attempt := follower.join()) is not None:
+    launcher.Launch(attempt)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from launcher import errors, ports, timings
+from launcher.authentication.encryption import encryption_problem
+from launcher.authentication.framed_connection import ConnectionBroken, FramedConnection
+from launcher.authentication.handshake import (
+    Hello,
+    NotReady,
+    Rejected,
+    SecretRejected,
+    authenticate,
+    purpose_of,
+)
+from launcher.authentication.launch_token import LaunchToken
+from launcher.errors import LaunchError
+from launcher.external.node_messages import (
+    ASKS,
+    NodeChannel,
+    NodeDescription,
+    description_of,
+    endpoint,
+    missing,
+    notice,
+    placed,
+    printable,
+    token_of,
+    too_late,
+)
+from launcher.job import Job
+
+NODE = purpose_of("node")
+NO_LAUNCH = (KeyError, ValueError, TypeError, AttributeError)  # of what answers as no first node
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """A place in a launch: this node's number, and what its first node, on that host, runs."""
+
+    node_rank: int
+    nnodes: int
+    host: str
+    command: tuple[str, ...]
+
+
+class NodeFollower:
+    """Another node: joins the first, and does as that says.
+
+    stays: for a leader that stays. One thread at a time may use it.
+    """
+
+    def __init__(self, job: Job, stays: bool = False) -> None:
+        self.job, self.port = job, job.master_port or ports.NODES_PORT
+        self._token, self._stays = token_of(job), stays
+        self._opened = contextlib.ExitStack()
+        self._channel: NodeChannel | None = None
+        self._attempt: Job | None = None  # to be started, as the first node says
+        self._end: dict[str, Any] | None = None  # its last message
+        self._heard_s, self._is_joined = -math.inf, False
+
+    def close(self) -> None:
+        """Leave the first node."""
+        self._opened.close()
+
+    def join(self, limit_s: float | None = None) -> Job | None:
+        """Wait until the first node has ranks started: the job for those here.
+
+        None if it has ended well before. Raises LaunchError if it has not, is gone, or refuses this
+        node, and LaunchTimeout if it cannot be reached within limit_s, or that of every launch.
+        """
+        limit_s = limit_s or timings.TIMINGS.node_wait_s
+        start = time.monotonic()
+        status_at = start + timings.TIMINGS.node_status_s
+        while self._end is None and (why := self._try_to_join(start + limit_s)):
+            now = time.monotonic()
+            start = max(start, self._heard_s) if self._stays else start
+            awaited = missing([0], self.job.nnodes, self._place)
+            if now >= status_at:
+                status_at = now + timings.TIMINGS.node_status_s
+                notice(f"waiting for {awaited} ({why}); nodes seen: 0")
+            if now >= start + limit_s:
+                raise too_late(awaited, self._place, limit_s, why)
+            time.sleep(timings.TIMINGS.node_retry_s)
+        if self._end is not None and self._end["end"]:
+            raise LaunchError(self._end["end"], (), self._end["code"])
+        return None if self._end is not None else self._attempt
+
+    def is_over(self, timeout_s: float) -> bool:
+        """True once the ranks that were started have to end; after timeout_s at the latest."""
+        assert self._channel is not None
+        try:
+            while (message := self._channel.next(timeout_s)) is not None:
+                if self._obey(message):
+                    return True
+                timeout_s = 0
+        except (ConnectionBroken, *NO_LAUNCH):
+            self._is_joined = False
+        if time.monotonic() - self._heard_s > 2 * timings.TIMINGS.node_status_s:
+            self._is_joined = False
+        return not self._is_joined
+
+    @property
+    def _place(self) -> str:
+        return endpoint(self.job.master_addr, self.port)
+
+    def _try_to_join(self, deadline: float) -> str:
+        """Wait at the first node until all have come; why that was not possible, or ""."""
+        self._attempt = None
+        try:
+            if self._channel is not None and self._is_joined:
+                self._channel.send(free=True)
+            else:
+                self._channel = self._introduce(deadline)
+            self._is_joined = False  # if the following fails
+            while self._attempt is None and self._end is None:
+                message = self._channel.next(2 * timings.TIMINGS.node_status_s)
+                if message is None:
+                    return os.strerror(errno.ETIMEDOUT)
+                self._obey(message)
+            self._is_joined = True
+            return ""
+        except ConnectionBroken:
+            return "the first node closed the connection"
+        except NO_LAUNCH:
+            return "what listens there is no launch"
+        except ConnectionRefusedError as error:
+            if self._stays and self._heard_s > 0:
+                raise LaunchError(
+                    f"the command of the first node, at {self._place}, has ended without a word, "
+                    "and all ranks here with it. Start it again, and then this one."
+                ) from None
+            return str(error.strerror)
+        except OSError as error:
+            return _reason(error)
+
+    def _introduce(self, deadline: float) -> NodeChannel:
+        self._opened.close()
+        address = (self.job.master_addr, self.port)
+        connected = connected_to_first(address, self._token, deadline)
+        channel = self._opened.enter_context(connected)
+        _introduced(channel, description_of(self.job), self._place)
+        return channel
+
+    def _obey(self, message: dict[str, Any]) -> bool:
+        """Do as the first node says; True if ranks that were started have to end."""
+        assert self._channel is not None
+        self._heard_s = time.monotonic()
+        if "end" in message:
+            is_late = message["code"] == errors.TIMEOUT_CODE
+            code = errors.TIMEOUT_CODE if is_late else 1
+            self._end = {"end": printable(message["end"]), "code": code}
+        elif "go" in message:
+            self._attempt = placed(self.job, message["go"])
+        elif "waiting" in message:
+            self._channel.send(here=True)
+            if message["waiting"]:
+                notice(printable(message["waiting"]))
+        if self._end or ("go" in message and not self._stays):
+            self._channel.send(gone=True)
+        return "end" in message or "stop" in message
+
+
+def _reason(error: OSError) -> str:
+    return (
+        os.strerror(errno.ETIMEDOUT)
+        if isinstance(error, TimeoutError)
+        else (error.strerror or str(error))
+    )
+
+
+@contextlib.contextmanager
+def connected_to_first(
+    address: tuple[str, int], token: LaunchToken, deadline: float
+) -> Iterator[NodeChannel]:
+    """A connection to the first node, where both ends have proved that they know the token.
+
+    Raises OSError or ConnectionBroken if nothing answers as a first node, which may yet come, and
+    LaunchError if the token is not that node's.
+    """
+    place, left_s = endpoint(*address), max(0.01, deadline - time.monotonic())
+    if token.is_secret and (problem := encryption_problem()):
+        raise LaunchError(f"{problem}, or start all nodes with --insecure.", (), 1)
+    try:
+        plain = socket.create_connection(address, min(timings.TIMINGS.node_connect_s, left_s))
+    except UnicodeError:
+        raise LaunchError(f"{address[0]!r} is not a name of a host.", (), 1) from None
+    with contextlib.ExitStack() as stack:
+        connection = FramedConnection(plain)
+        stack.callback(lambda: connection.socket.close())
+        until = time.monotonic() + min(timings.TIMINGS.node_status_s, left_s)
+        try:
+            authenticate(connection, token.credentials(), Hello(0, NODE), until)
+        except NotReady as error:
+            raise ConnectionBroken(str(error)) from error
+        except SecretRejected:
+            raise LaunchError(
+                f"the token is not that of the first node at {place}: type the one that it printed "
+                "when it started, which is another each time. Nothing was started here.",
+                (),
+                1,
+            ) from None
+        except Rejected as error:
+            raise LaunchError(
+                f"at {place} is no first node that this one could join: {error}.", (), 1
+            ) from None
+        yield NodeChannel(connection.socket)
+
+
+def _introduced(channel: NodeChannel, node: NodeDescription, place: str) -> dict[str, Any]:
+    """The first node's answer to a description. Raises LaunchError if it sends this one away."""
+    channel.send(node=node.to_json())
+    answer = channel.next(timings.TIMINGS.node_status_s)
+    if answer is None:
+        raise TimeoutError
+    if problem := answer["problem"]:
+        raise LaunchError(
+            f"the first node, at {place}, waits for others than this one: {printable(problem)}. "
+            "Give the same command on every node, but for --node-rank.",
+            (),
+            1,
+        )
+    return answer
+
+
+def ask_to_join(address: tuple[str, int], token: LaunchToken, node_rank: int = ASKS) -> Invitation:
+    """The place that the first node gives to this one, and what to run there.
+
+    Waits for the first node as every launch does. Port 0 is the usual one. Raises LaunchError if
+    there is no place, or the token is not that node's.
+    """
+    address = address[0], address[1] or ports.NODES_PORT
+    place, start = endpoint(*address), time.monotonic()
+    deadline, status_at = start + timings.TIMINGS.node_wait_s, start
+    while True:
+        try:
+            with connected_to_first(address, token, deadline) as channel:
+                node = NodeDescription.of(node_rank, 0, 0)
+                answer = _introduced(channel, node, place)
+                words = tuple(str(printable(word)) for word in answer["command"])
+                host = str(printable(answer["host"]))
+                return Invitation(answer["node_rank"], answer["nnodes"], host, words)
+        except (ConnectionBroken, *NO_LAUNCH) as error:
+            why = str(error) if isinstance(error, ConnectionBroken) else "no launch answers there"
+        except OSError as error:
+            why = _reason(error)
+        if (now := time.monotonic()) >= deadline:
+            raise too_late("the first node", place, deadline - start, why)
+        if now >= status_at:
+            status_at = now + timings.TIMINGS.node_status_s
+            notice(f"waiting for the first node at {place} ({why})")
+        time.sleep(timings.TIMINGS.node_retry_s)
