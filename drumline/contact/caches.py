@@ -58,3 +58,11 @@ def iter_caches(value: Any) -> Iterator[Cache]:
     elif isinstance(value, (tuple, list, dict)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from iter_caches(item)
+
+
+def is_croppable(layer: Any) -> bool:
+    """True if a layer of a cache can be taken back to fewer tokens.
+
+    A layer with states knows it once it holds them. Before 5.24 transformers did not ask.
+    """
+    return bool(getattr(layer, "is_croppable", True))

@@ -17,6 +17,7 @@ import torch
 from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from drumline.contact.caches import is_croppable
 from drumline.core.pytree import full_name
 from drumline.errors import DrumlineError, RefusedUse
 from drumline.kv_cache import placeholder
@@ -40,6 +41,8 @@ class CacheOpLog(Protocol):
 
     @property
     def shape_of_pass(self) -> tuple[int, int] | None: ...
+    @property
+    def uncroppable(self) -> set[int]: ...
 
 
 class LayerGrowth(NamedTuple):
@@ -62,6 +65,20 @@ class CacheProxy:
 
     remote_versions: dict[int, LayerVersion]
     """By index of a layer that another rank holds, the version that it knows."""
+
+    @property
+    def is_croppable(self) -> bool:
+        """True if crop() can put the whole cache back as it was.
+
+        transformers asks it before it decodes with an assistant. A layer with states does not know
+        it here, so its own rank says it."""
+        layers = enumerate(self.layers)  # type: ignore[attr-defined]
+        return all(self._is_croppable(index, layer) for index, layer in layers)
+
+    def _is_croppable(self, index: int, layer: Any) -> bool:
+        if index in self.remote_versions and self.remote_versions[index].has_state:
+            return index not in self.op_log.uncroppable
+        return is_croppable(layer)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._change("reorder_cache", beam_idx)

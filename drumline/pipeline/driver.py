@@ -56,6 +56,8 @@ class PipelineDriver:
         self.microbatches = MicrobatchRunner()
         self._pass = _PassContext()
         self._failure: DrumlineError | None = None
+        self.unread: set[str] = set()  # arguments that keep batches whole; each is warned of once
+        self.uncroppable: set[int] = set()  # layers of a cache that their ranks cannot crop
         # Why a pass was refused that had begun to change the layers.
         self.half_changed: DrumlineError | None = None
 

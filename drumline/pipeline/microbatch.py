@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from drumline.contact.passes import BY_ROW, undivided_inputs
+
 SMALLEST_PASS = 256
 """Tokens of a group in a long pass: with fewer, a matrix product no longer fills its core."""
 
@@ -30,39 +32,6 @@ MIN_CHUNKS, MAX_CHUNKS_PER_STAGE = 4, 16
 
 GROUPS_PER_STAGE = 4
 """The more groups, the shorter are the times in which the pipeline fills and empties."""
-
-BY_ROW = {"input_ids": (2,), "attention_mask": (2, 4), "position_ids": (2,), "inputs_embeds": (3,)}
-"""Tensors with a row for each sequence, and how many dimensions they may have."""
-
-SAME_FOR_ALL = {
-    "past_key_values",
-    "use_cache",
-    "logits_to_keep",
-    "return_dict",
-    "output_hidden_states",
-    "output_attentions",
-}
-
-ORDINARY: dict[str, tuple[Any, ...]] = {
-    "do_sample": (None, False),
-    "num_beams": (None, 1),
-    "num_return_sequences": (None, 1),
-    "num_beam_groups": (None, 1),
-    "guidance_scale": (None, 1, 1.0),
-    "return_dict_in_generate": (None, False),
-    "prompt_lookup_num_tokens": (None,),
-    "assistant_early_exit": (None,),
-    "cache_implementation": (None, "dynamic"),
-    "penalty_alpha": (None,),
-    "dola_layers": (None,),
-    "max_time": (None,),
-    "stop_strings": (None,),
-    "watermarking_config": (None,),
-    "custom_generate": (None,),
-    "token_healing": (None, False),
-    "use_mtp": (None, False),
-}
-"""Settings of generate() under which a row's tokens depend on that row alone."""
 
 
 def rows(batch: int, groups: int) -> list[slice]:
@@ -101,20 +70,6 @@ def shape(inputs: Mapping[str, Any]) -> tuple[int, int]:
     return main.shape[0], main.shape[1]
 
 
-def is_by_row(inputs: Mapping[str, Any], batch: int) -> bool:
-    """True if every input has a row for each sequence, or is sure to be the same for all."""
-    return all(_is_divisible(name, value, batch) for name, value in inputs.items())
-
-
-def _is_divisible(name: str, value: Any, batch: int) -> bool:
-    if value is None:
-        return True
-    if name in BY_ROW and isinstance(value, torch.Tensor):
-        may_be_shared = name == "position_ids" and value.shape[:1] == (1,)
-        return value.dim() in BY_ROW[name] and (value.shape[0] == batch or may_be_shared)
-    return name in SAME_FOR_ALL and not isinstance(value, torch.Tensor)
-
-
 def take_rows(inputs: Mapping[str, Any], group: slice) -> dict[str, Any]:
     """The inputs of a group of rows; what is the same for all rows stays."""
     return {
@@ -151,29 +106,12 @@ def may_be_chunked(inputs: Mapping[str, Any], past: int, size: int) -> bool:
     """True if a pass may be split along its tokens, as far as its inputs say."""
     batch, tokens = shape(inputs)
     mask, keep = inputs.get("attention_mask"), inputs.get("logits_to_keep") or 0
-    if not is_by_row(inputs, batch):
+    if undivided_inputs(inputs, batch):
         return False
     is_flat = mask is None or (mask.dim() == 2 and mask.shape[1] == past + tokens)
     is_short = not keep or 0 < keep <= (tokens - 1) % size + 1
     is_usual = not inputs.get("output_hidden_states") and inputs.get("return_dict") is not False
     return is_flat and is_short and is_usual
-
-
-def is_ordinary(options: Mapping[str, Any], *defaults: Any) -> bool:
-    """True if generate() with these options chooses the tokens of each row for itself.
-
-    defaults: the configs that hold where an option is not given; all must be ordinary. Sampling is
-    not: all rows share one stream of random numbers.
-    """
-    rest = [value for name, value in options.items() if name not in BY_ROW]
-    is_plain = all(isinstance(value, (bool, int, float, str, type(None))) for value in rest)
-    return is_plain and all(
-        value in usual
-        for name, usual in ORDINARY.items()
-        for value in (
-            [options[name]] if name in options else [getattr(d, name, None) for d in defaults]
-        )
-    )
 
 
 def keeps_no_state(config: Any) -> bool:

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from drumline.errors import DrumlineError, short_traceback
+from drumline.contact.caches import cache_of, with_cache
+from drumline.contact.generate_options import keeps_rows_apart, unread_options
+from drumline.contact.outputs import join_chunks, join_rows
+from drumline.contact.passes import undivided_inputs, unread_inputs
+from drumline.errors import short_traceback
 from drumline.kv_cache.merge_caches import can_be_merged, has_known_layers
 from drumline.kv_cache.proxy import CacheProxy, merge_proxies
 from drumline.pipeline import microbatch
@@ -68,15 +73,16 @@ class MicrobatchMixin:
             chunks = [] if args else self._chunks(kwargs)
             return self._run_chunks(whole, chunks) if len(chunks) > 1 else whole(*args, **kwargs)
         assert self._driver is not None
-        cache = kwargs.get("past_key_values")
-        parts = []
-        for group in groups:
-            parts.append(microbatch.take_rows(kwargs, group))
-            parts[-1]["past_key_values"] = copy.deepcopy(cache)
+        cache = cache_of(kwargs)
+        caches = [copy.deepcopy(cache) for _ in groups]
+        parts = [
+            with_cache(microbatch.take_rows(kwargs, group), part)
+            for group, part in zip(groups, caches, strict=True)
+        ]
         outputs = self._driver.microbatches.map(lambda part: whole(**part), parts)
         if cache is not None:
-            merge_proxies(cache, [part["past_key_values"] for part in parts])
-        return _merge_outputs(outputs, cache)
+            merge_proxies(cache, caches)
+        return join_rows(outputs, cache)
 
     @short_traceback
     def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -100,16 +106,19 @@ class MicrobatchMixin:
         groups = microbatch.groups_of_pass(batch, tokens, *self._stages)
         if groups < 2 or torch.is_grad_enabled() or inputs.get("return_dict") is False:
             return []
-        cache = inputs.get("past_key_values")
+        cache = cache_of(inputs)
         fits = inputs.get("use_cache") is False if cache is None else can_be_merged(cache)
-        sure = fits and microbatch.is_by_row(inputs, batch) and self._may_be_split
-        return microbatch.rows(batch, groups) if sure else []
+        if not (fits and self._may_be_split):
+            return []
+        if undivided := undivided_inputs(inputs, batch):
+            self._tell_unread("a pass", unread_inputs(inputs, batch))
+        return [] if undivided else microbatch.rows(batch, groups)
 
     def _chunks(self, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The inputs of consecutive spans of a prompt, if a pass may be split so."""
         if self._driver is None:
             return []
-        cache, (_, tokens) = inputs.get("past_key_values"), microbatch.shape(inputs)
+        cache, (batch, tokens) = cache_of(inputs), microbatch.shape(inputs)
         size = self.prefill_chunk
         if size is None:
             size = microbatch.tokens_of_chunk(tokens, *self._stages) if self.micro_batches else 0
@@ -121,24 +130,23 @@ class MicrobatchMixin:
             return []
         past = int(cache.get_seq_length())
         if not microbatch.may_be_chunked(inputs, past, size):
+            self._tell_unread("a pass", unread_inputs(inputs, batch))
             return []
         return microbatch.chunks(inputs, past, size)
 
     def _run_chunks(self, whole: Whole, chunks: list[dict[str, Any]]) -> Any:
         """One cache for all: a chunk begins when the last layer of the one before is called."""
         assert self._driver is not None
-        microbatches, cache = self._driver.microbatches, chunks[0]["past_key_values"]
+        microbatches, cache = self._driver.microbatches, cache_of(chunks[0])
         try:
             work = microbatches.map(lambda chunk: whole(**chunk), chunks, self._last_layer)
         except BaseException:
             if isinstance(cache, CacheProxy):
                 cache.is_inconsistent = True  # it may hold the first of them
             raise
-        last = dict(work[-1])
-        for name in ("logits", "last_hidden_state"):
-            if name in last and not chunks[-1].get("logits_to_keep"):
-                last[name] = torch.cat([output[name] for output in work], dim=1)
-        return type(work[-1])(**last)
+        if chunks[-1].get("logits_to_keep"):
+            return work[-1]
+        return join_chunks(work, [microbatch.shape(chunk)[1] for chunk in chunks])
 
     @cached_property
     def _last_layer(self) -> Any:
@@ -159,12 +167,27 @@ class MicrobatchMixin:
         tensors = _tensors(options)
         batch, _ = microbatch.shape(tensors)
         groups = microbatch.groups_of_generation(batch, *self._stages)
-        if groups < 2 or not microbatch.is_by_row(tensors, batch):
+        if groups < 2 or not self._may_be_split:
             return []
         defaults = (options.get("generation_config"), self.generation_config)
         rest = {name: value for name, value in options.items() if name != "generation_config"}
-        sure = microbatch.is_ordinary(rest, *defaults) and self._may_be_split
-        return microbatch.rows(batch, groups) if sure else []
+        if not undivided_inputs(tensors, batch) and keeps_rows_apart(rest, *defaults):
+            return microbatch.rows(batch, groups)
+        self._tell_unread("generate()", unread_options(rest, *defaults))
+        return []
+
+    def _tell_unread(self, where: str, names: Sequence[str]) -> None:
+        """Warn once of what was given that drumline does not know, so that a batch stays whole."""
+        assert self._driver is not None
+        if new := set(names) - self._driver.unread:
+            self._driver.unread |= new
+            warnings.warn(
+                f"rank 0: {where} with {', '.join(sorted(new))} is computed whole, one rank after "
+                "the other, because this drumline does not know whether the rows of a batch stay "
+                "apart under it: tokens are right, and come later. Leave it out where speed "
+                "matters; model.micro_batches = False ends this warning.",
+                stacklevel=4,
+            )
 
     @property
     def _may_be_split(self) -> bool:
@@ -222,24 +245,3 @@ def _is_hooked(module: Any) -> bool:
 
 def _tensors(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if isinstance(value, torch.Tensor)}
-
-
-def _merge_outputs(outputs: Sequence[Any], cache: Any) -> Any:
-    """One output of all rows from those of the groups."""
-    first = outputs[0]
-    rest = [name for name in first if name != "past_key_values"]
-    joined = {name: _cat(name, [output[name] for output in outputs]) for name in rest}
-    if "past_key_values" in first:
-        joined["past_key_values"] = cache
-    return type(first)(**joined)
-
-
-def _cat(name: str, values: Sequence[Any]) -> Any:
-    if isinstance(values[0], torch.Tensor):
-        return torch.cat(list(values))
-    if isinstance(values[0], tuple):
-        return tuple(_cat(name, column) for column in zip(*values, strict=True))
-    raise DrumlineError(
-        f"rank 0: the model returned {name} as a {type(values[0]).__name__}, which cannot be put "
-        "together from groups of rows; set model.micro_batches = False to compute batches whole."
-    )

@@ -136,7 +136,8 @@ class RemoteModule:
         # returned and which layers of the cache it filled, and later calls rely on that.
         reply = calls.flush(is_amid_pass=True)
         assert reply is not None
-        output, filled = json.loads(reply.note)
+        output, filled, uncroppable = json.loads(reply.note)
+        self.driver.uncroppable.update(uncroppable)
         if leaves.caches and leaves.tensors:
             self._learn_layers(run, filled, leaves)
         self.outputs[run.spec] = pytree.as_tuples(output)

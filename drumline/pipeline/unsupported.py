@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import output_capturing
 
 from drumline.checkpoint.json_files import MERGE_ADAPTER
+from drumline.contact.caches import without_caches
 from drumline.errors import DrumlineError, RefusedUse
 
 NO_TRAINING = "it is for inference, under torch.no_grad(); train on a model that is whole"
@@ -113,8 +114,7 @@ class UnsupportedMixin:
         """Of Whisper: it copies the cache into the result, which is elsewhere. So the result has
         None for it, as after a long recording."""
         if getattr(self, "_driver", None) is not None and isinstance(seek_outputs, dict):
-            here = {key: v for key, v in seek_outputs.items() if key != "past_key_values"}
-            seek_outputs = type(seek_outputs)(**here)
+            seek_outputs = type(seek_outputs)(**without_caches(seek_outputs))
         return super()._postprocess_outputs(seek_outputs, *args, **kwargs)  # type: ignore[misc]
 
     def train(self, mode: bool = True) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.contact.caches import iter_caches
+from drumline.contact.caches import is_croppable, iter_caches
 from drumline.core import pytree
 from drumline.errors import DrumlineError, describe_with_traceback
 from drumline.kv_cache.owner import CacheRegistry
@@ -76,8 +76,16 @@ class StageCall:
     # the first call of a layer, versions show the master which layers of the cache it fills.
     def layer_versions(self) -> list[LayerVersion]:
         """The version of each layer of the first cache among the arguments."""
+        return [version_of(layer) for layer in self._cache_layers()]
+
+    def _cache_layers(self) -> list[Any]:
         cache = next(iter_caches((self.args, self.kwargs)), None)
-        return [] if cache is None else [version_of(layer) for layer in cache.layers]
+        return [] if cache is None else cache.layers
+
+    def uncroppable(self, filled: Sequence[tuple[int, int, int]]) -> list[int]:
+        """Those of the layers that were filled which cannot be cropped."""
+        layers = self._cache_layers()
+        return [index for index, _, _ in filled if not is_croppable(layers[index])]
 
     def filled(self, before: list[LayerVersion]) -> list[tuple[int, int, int]]:
         """The layers that hold more than before: index, tokens before, tokens now."""
@@ -189,7 +197,9 @@ class Stage:
             written = call.written(inputs_before) if may_write else []
             if step.output is None:
                 beyond = []
-                note = json.dumps([call.describe(value, beyond, written), call.filled(before)])
+                filled = call.filled(before)
+                output = call.describe(value, beyond, written)
+                note = json.dumps([output, filled, call.uncroppable(filled)])
             elif step.output == pytree.NEW_HIDDEN_STATE and call.is_plain(value):
                 held[made_at] = value
             else:

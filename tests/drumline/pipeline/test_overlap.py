@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +15,10 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM, StaticCache
 
 from drumline import DrumlineError
+from drumline.contact.caches import cache_key, cache_of, with_cache, without_caches
+from drumline.contact.generate_options import keeps_rows_apart, unread_options
+from drumline.contact.outputs import join_chunks, join_rows
+from drumline.contact.passes import BY_ROW, undivided_inputs
 from drumline.pipeline import microbatch
 from drumline.pipeline.microbatch_runner import MicrobatchRunner
 from drumline.stages.stage import Stage
@@ -53,12 +58,12 @@ def test_a_prompt_is_cut_only_into_chunks_that_are_worth_it(tokens, stages, scal
 dims = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 
 
-@given(st.integers(2, 6), st.sampled_from([*microbatch.BY_ROW, "cu_seqlens", "pixel_values"]), dims)
+@given(st.integers(2, 6), st.sampled_from([*BY_ROW, "cu_seqlens", "pixel_values"]), dims)
 def test_what_is_cut_has_a_row_for_each_sequence(batch, name, shape):
     inputs = {"input_ids": torch.zeros(batch, 3), name: torch.zeros(shape)}
-    if not microbatch.is_by_row(inputs, batch):
+    if undivided_inputs(inputs, batch):
         return
-    assert name in microbatch.BY_ROW and len(shape) in microbatch.BY_ROW[name]
+    assert name in BY_ROW and len(shape) in BY_ROW[name]
     parts = [microbatch.take_rows(inputs, group) for group in microbatch.rows(batch, 2)]
     if shape[0] == batch:
         assert torch.equal(torch.cat([part[name] for part in parts]), inputs[name])
@@ -82,14 +87,64 @@ def test_what_is_cut_has_a_row_for_each_sequence(batch, name, shape):
 )
 def test_a_generation_whose_rows_may_know_of_each_other_is_left_whole(option):
     ordinary = {"input_ids": torch.zeros(9, 3), "max_new_tokens": 4}
-    assert microbatch.is_ordinary(ordinary, None)
-    assert not microbatch.is_ordinary({**ordinary, **option}, None)
+    assert keeps_rows_apart(ordinary, None)
+    assert not keeps_rows_apart({**ordinary, **option}, None)
 
 
 def test_a_default_that_the_given_settings_leave_open_counts_too():
     given, own = GenerationConfig(max_new_tokens=4), GenerationConfig(do_sample=True)
-    assert not microbatch.is_ordinary({}, given, own)
-    assert microbatch.is_ordinary({"do_sample": False}, given, own)
+    assert not keeps_rows_apart({}, given, own)
+    assert keeps_rows_apart({"do_sample": False}, given, own)
+
+
+def test_an_option_that_was_not_read_keeps_a_batch_whole_and_is_told_once(
+    checkpoints, on_master, small, groups
+):
+    """A number that was not known counted as harmless, so a new option could couple rows unseen."""
+    assert unread_options({"max_new_tokens": 4, "new_option": 3}, None) == ["new_option"]
+    assert not keeps_rows_apart({"max_new_tokens": 4, "new_option": 3}, None)
+
+    def work(model):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with torch.no_grad():
+                for _ in range(2):
+                    model(**prompt(False), use_cache=False, new_option=True)
+        return [str(one.message) for one in caught if "drumline" in str(one.message)]
+
+    class TakesMore(LlamaForCausalLM):
+        def forward(self, new_option=False, **kwargs):
+            return super().forward(**kwargs)
+
+    (told,) = on_master(checkpoints.llama()[1], 2, work, cls=TakesMore)
+    assert "rank 0: a pass with new_option is computed whole" in told
+    assert not groups
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_a_cache_is_known_by_its_kind_whatever_a_caller_calls_it(name):
+    """The newer name of transformers 5.24 left all batches whole, and the older one raised."""
+    inputs = {"input_ids": torch.zeros(9, 3), name: DynamicCache()}
+    assert undivided_inputs(inputs, 9) == [] and cache_key(inputs) == name
+    assert undivided_inputs({**inputs, "another": DynamicCache()}, 9) == ["another"]
+    other = DynamicCache()
+    assert with_cache(inputs, other)[name] is other and cache_of(inputs) is not other
+    assert list(without_caches(inputs)) == ["input_ids"]
+
+
+def test_outputs_are_put_together_by_what_they_are():
+    cache = DynamicCache()
+    parts = [
+        {"logits": torch.full((rows, 2, 5), rows), "anything": DynamicCache(), "more": ()}
+        for rows in (2, 3)
+    ]
+    joined = join_rows(parts, cache)
+    assert joined["logits"].shape == (5, 2, 5) and joined["anything"] is cache
+    assert join_rows([tuple(part.values()) for part in parts], cache)[1] is cache
+    with pytest.raises(DrumlineError, match="micro_batches = False"):
+        join_rows([{"loss": 3.0}, {"loss": 3.0}], None)
+    chunks = [{"logits": torch.zeros(1, count, 5), "loss": torch.zeros(())} for count in (4, 3)]
+    assert join_chunks(chunks, [4, 3])["logits"].shape == (1, 7, 5)
 
 
 def prompt(padded: bool) -> dict[str, torch.Tensor]:
