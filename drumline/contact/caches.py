@@ -6,10 +6,13 @@ between releases, and between models.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias, TypeGuard
 
+from drumline.contact import cache_layers
 from drumline.contact import transformers_api as api
+from drumline.contact.class_names import class_named, full_name
 
 Cache: TypeAlias = api.Cache
 """Keys and values of all layers of a model, as transformers keeps them."""
@@ -60,9 +63,83 @@ def iter_caches(value: Any) -> Iterator[Cache]:
             yield from iter_caches(item)
 
 
-def is_croppable(layer: Any) -> bool:
-    """True if a layer of a cache can be taken back to fewer tokens.
+def make_pair(own: Cache, cross: Cache) -> Cache:
+    """A decoder's own cache and that of its encoder as one; it notes which layers are filled."""
+    return api.EncoderDecoderCache(own, cross)
 
-    A layer with states knows it once it holds them. Before 5.24 transformers did not ask.
+
+def is_of_transformers(module_name: str) -> bool:
+    """True for the name of a module of transformers, as `__module__` has it."""
+    return module_name.partition(".")[0] == "transformers"
+
+
+def has_own_contents(kind: type[Any]) -> bool:
+    """True for a dynamic cache of a model in transformers, which keeps more beside the keys.
+
+    It is MiniMax's. It takes no arguments, so all that is in it comes from the layers. In a cache
+    of other code, what the model puts there outside of its layers would be missing on other ranks.
     """
-    return bool(getattr(layer, "is_croppable", True))
+    is_of_model = kind.__module__.startswith("transformers.models.")
+    is_dynamic = issubclass(kind, api.DynamicCache)
+    return is_of_model and is_dynamic and not inspect.signature(kind).parameters
+
+
+def is_plain(cache: Any) -> bool:
+    """True if its layers hold keys and values by sequence and token, and it nothing else."""
+    # By name, since a cache that other ranks know has a class of its own, of the same name.
+    names = [full_name(kind) for kind in (api.DynamicCache, api.StaticCache)]
+    is_usual = full_name(type(cache)) in names and not cache.offloading
+    return is_usual and all(map(cache_layers.is_plain, cache.layers))
+
+
+def has_windows(cache: Any) -> bool:
+    return any(map(cache_layers.is_window, cache.layers))
+
+
+def is_quantized(cache: Any) -> bool:
+    return isinstance(cache, api.QuantizedCache)
+
+
+def changes_as_usual(kind: type[Any], method: str) -> bool:
+    """True if a kind of cache is changed by this method layer by layer."""
+    return getattr(kind, method) is getattr(api.DynamicCache, method)
+
+
+def recipe(cache: Any) -> tuple[Any, ...] | None:
+    """Numbers and text from which `make_cache` builds the same cache elsewhere; None if it cannot
+    be built."""
+    kinds = {type(layer) for layer in cache.layers}
+    if cache.offloading:
+        return None
+    if isinstance(cache, api.StaticCache):
+        lengths = [length for layer in cache.layers if (length := cache_layers.max_tokens(layer))]
+        is_all_plain = kinds <= {cache_layers.StaticLayer}
+        return "static", max(lengths, default=1), is_all_plain  # a state's size is of no length
+    if type(cache) is api.DynamicCache:
+        return "dynamic", bool(cache.layers), kinds <= {cache_layers.DynamicLayer}
+    if type(cache) is api.QuantizedCache and len(kinds) == 1:
+        options = cache_layers.constructor_options(cache.layers[0])
+        return "quantized", [full_name(kinds.pop()), len(cache.layers)], options
+    if has_own_contents(type(cache)):
+        return "own", full_name(type(cache)), None
+    return None
+
+
+def make_cache(config: Any, kind: str, detail: Any, rest: Any) -> Cache:
+    """The cache of a `recipe`. The one there may lack the config's windows: across an encoder."""
+    if kind == "quantized":
+        name, num_layers = detail
+        base: Any = cache_layers.DynamicLayer
+        layer = class_named(name, base)
+        return api.Cache(layers=[layer(**rest) for _ in range(num_layers)])
+    if kind == "own":
+        return class_named(detail, api.DynamicCache)()
+    is_all_plain = rest
+    if kind == "static":
+        cache = api.StaticCache(config=config, max_cache_len=detail)
+        if is_all_plain:
+            layers = [cache_layers.StaticLayer(max_cache_len=detail) for _ in cache.layers]
+            cache.layers = layers
+        return cache
+    assert kind == "dynamic", kind
+    return api.DynamicCache(config=config if detail and not is_all_plain else None)

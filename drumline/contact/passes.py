@@ -23,6 +23,15 @@ SAME_FOR_ALL = {
     "output_attentions",
 }
 
+MASKS_OF_WINDOWS = ("create_sliding_window_causal_mask", "create_chunked_causal_mask")
+
+
+def masks_windows(code: Mapping[str, Any]) -> bool:
+    """True if a model's module makes the masks of layers that keep a window of tokens.
+
+    Where they are not known by name, prompts of such models stay whole."""
+    return any(name in code for name in MASKS_OF_WINDOWS)
+
 
 def undivided_inputs(inputs: Mapping[str, Any], batch: int) -> list[str]:
     """The inputs that are not sure to have a row for each sequence, or to be the same for all."""

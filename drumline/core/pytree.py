@@ -7,7 +7,6 @@ is ever pickled.
 
 from __future__ import annotations
 
-import functools
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from drumline.contact.caches import Cache, is_cache, pair_of
+from drumline.contact.class_names import class_named, full_name
 from drumline.contact.outputs import Output, is_output
 from drumline.errors import DrumlineError
 
@@ -106,24 +106,6 @@ def _children(spec: Any) -> Sequence[Any]:
     if spec[0] in ("tuple", "list", "pair"):
         return spec[1:]  # type: ignore[no-any-return]
     return spec[2:] if spec[0] == "made" else ()
-
-
-def full_name(kind: type[Any]) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-@functools.cache
-def class_named(name: str, base: type[Any]) -> type[Any]:
-    """The subclass of this name among those that are imported already: nothing is imported."""
-    kinds = [base]
-    for kind in kinds:
-        if full_name(kind) == name:
-            return kind
-        kinds.extend(kind.__subclasses__())
-    raise DrumlineError(
-        f"{name}, which a layer on another rank takes or returns, is not known on this one; import "
-        "it where the model is loaded, the same on every rank."
-    )
 
 
 def _key(key: Any) -> str:

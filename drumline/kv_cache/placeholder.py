@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from drumline.contact.cache_layers import has_state, num_tokens
 from drumline.errors import DrumlineError
 
 COUNTING_FUNCTIONS = {
@@ -87,10 +88,8 @@ EMPTY_LAYER = LayerVersion()
 
 def version_of(layer: Any) -> LayerVersion:
     """The present version of a layer."""
-    states = getattr(layer, "has_previous_state", None) or {}
-    length = int(getattr(layer, "get_seq_length", int)())
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    return LayerVersion(keys, values, length, any(states.values()))
+    return LayerVersion(keys, values, num_tokens(layer), has_state(layer))
 
 
 def check_unchanged(index: int, layer: Any, version: LayerVersion) -> None:

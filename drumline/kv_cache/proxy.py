@@ -8,26 +8,19 @@ outside the layers (reorder, crop, repeat...) are logged and sent with the next 
 from __future__ import annotations
 
 import copy
-import inspect
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from transformers import cache_utils
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from drumline.contact.caches import is_croppable
-from drumline.core.pytree import full_name
+from drumline.contact import cache_layers, caches
+from drumline.contact.cache_layers import DynamicLayer, is_filled
+from drumline.contact.caches import Cache
 from drumline.errors import DrumlineError, RefusedUse
 from drumline.kv_cache import placeholder
 from drumline.kv_cache.merge_caches import merge_caches
-from drumline.kv_cache.owner import (
-    QUANTIZED_BACKENDS,
-    change_layers,
-    is_filled,
-    quantization_options,
-)
+from drumline.kv_cache.owner import change_layers
 from drumline.kv_cache.placeholder import EMPTY_LAYER, LayerVersion
 
 
@@ -72,13 +65,15 @@ class CacheProxy:
 
         transformers asks it before it decodes with an assistant. A layer with states does not know
         it here, so its own rank says it."""
+        if is_own(self) or caches.is_quantized(self):
+            return False  # see `_change`
         layers = enumerate(self.layers)  # type: ignore[attr-defined]
         return all(self._is_croppable(index, layer) for index, layer in layers)
 
     def _is_croppable(self, index: int, layer: Any) -> bool:
-        if index in self.remote_versions and self.remote_versions[index].has_state:
+        if self.remote_versions.get(index, EMPTY_LAYER).has_state:
             return index not in self.op_log.uncroppable
-        return is_croppable(layer)
+        return cache_layers.is_croppable(layer)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._change("reorder_cache", beam_idx)
@@ -119,13 +114,13 @@ class CacheProxy:
             self.remote_versions[index] = placeholder.version_of(layers[index])
 
     def _change(self, name: str, *arguments: Any) -> None:
-        if isinstance(self, cache_utils.QuantizedCache) and name != "reorder_cache":
+        if caches.is_quantized(self) and name != "reorder_cache":
             raise DrumlineError(
                 f"rank 0: {name}() of a quantized cache would change only those of its tokens that "
                 "are not quantized yet; use a dynamic cache, or start from an empty one."
             )
         kind = type(self).__mro__[2]
-        if getattr(kind, name) is not getattr(DynamicCache, name) and is_own(self):
+        if is_own(self) and not caches.changes_as_usual(kind, name):
             raise DrumlineError(
                 f"rank 0: {kind.__name__} has a {name}() of its own, which reads all layers, and "
                 "some are on other ranks; start from an empty cache, or load the model on one rank."
@@ -179,14 +174,14 @@ def cache_number(cache: Cache, op_log: CacheOpLog, layers: Iterable[int] = ()) -
     # The number names the cache in every later message. "create" is sent ahead of the first call
     # that is given the cache, and "free" once the script has let go of it.
     _check_empty(cache, layers)
-    recipe = _build_arguments(cache)
+    recipe = _recipe(cache)
     kind = type(cache)
     cache.__class__ = type(kind.__name__, (CacheProxy, kind), {"__module__": kind.__module__})
     assert isinstance(cache, CacheProxy)
     _register(cache, op_log)
     cache.remote_versions = {}
     op_log.record("create", cache.number, recipe)
-    if any(getattr(layer, "record_past", False) for layer in cache.layers):  # type: ignore[attr-defined]
+    if any(map(cache_layers.records_past, cache.layers)):  # type: ignore[attr-defined]
         op_log.record("activate_past_recording", cache.number)
     return cache.number
 
@@ -235,40 +230,22 @@ def came_filled(cache: Cache) -> bool:
     return (is_own(cache) and len(cache) > 0) or any(map(is_filled, cache.layers))
 
 
-def _build_arguments(cache: Cache) -> tuple[Any, ...]:
-    """Arguments to build the same cache elsewhere: its kind; its length, or whether it has layers
-    from the beginning; and whether all of these are plain or of the config's kinds."""
-    if cache.offloading:
-        kind = None
-    elif isinstance(cache, cache_utils.StaticCache):
-        lengths = [layer.max_cache_len for layer in cache.layers if hasattr(layer, "max_cache_len")]
-        is_plain = all(type(layer) is cache_utils.StaticLayer for layer in cache.layers)
-        return "static", max(lengths, default=1), is_plain  # a state's size depends on no length
-    elif type(cache) is DynamicCache:
-        is_plain = all(type(layer) is DynamicLayer for layer in cache.layers)
-        return ("dynamic", bool(cache.layers), is_plain)
-    elif type(cache) is cache_utils.QuantizedCache and type(cache.layers[0]) in QUANTIZED_BACKENDS:
-        return ("quantized", *quantization_options(cache.layers[0]))
-    elif is_own(cache):
-        return "own", full_name(type(cache)), None
-    else:
-        kind = type(cache).__name__
-    raise RefusedUse(
-        f"a {kind or 'cache that offloads'} cannot be kept on other ranks, so its keys and values "
-        "would be lost; use a dynamic or static cache. For a model that has no other, pass "
-        "use_cache=False, or load it on one rank."
-    )
+def _recipe(cache: Cache) -> tuple[Any, ...]:
+    """Arguments to build the same cache elsewhere."""
+    if (arguments := caches.recipe(cache)) is None:
+        kind = "cache that offloads" if cache.offloading else type(cache).__name__
+        raise RefusedUse(
+            f"a {kind} cannot be kept on other ranks, so its keys and values would be lost; use a "
+            "dynamic or static cache. For a model that has no other, pass use_cache=False, or load "
+            "it on one rank."
+        )
+    return arguments
 
 
-def is_own(cache: Cache) -> bool:
-    """True for a dynamic cache of a model in transformers, which keeps more beside the keys.
-
-    It is MiniMax's. It takes no arguments, so all that is in it comes from the layers. In a cache
-    of other code, what the model puts there outside of its layers would be missing on other ranks.
-    """
+def is_own(cache: Any) -> bool:
+    """True for a dynamic cache of a model in transformers, which keeps more beside the keys."""
     kind = type(cache).__mro__[2] if isinstance(cache, CacheProxy) else type(cache)
-    is_of_model = kind.__module__.startswith("transformers.models.")
-    return is_of_model and issubclass(kind, DynamicCache) and not inspect.signature(kind).parameters
+    return caches.has_own_contents(kind)
 
 
 def account_tokens(
@@ -286,7 +263,7 @@ def account_tokens(
         batch, tokens = tokens, batch
     for index in layers:
         layer = _layer(cache, index)
-        if type(layer) is DynamicLayer and layer.is_initialized:
+        if type(layer) is DynamicLayer and layer.keys is not None:
             _grow_dynamic(cache, index, layer, batch, tokens)
         else:
             _grow_layer(cache, index, layer, batch, tokens)
@@ -335,9 +312,7 @@ def _layer(cache: Any, index: int) -> Any:
     return cache.layers[index] if index < len(cache.layers) else None
 
 
-def _grow_dynamic(
-    cache: CacheProxy, index: int, layer: DynamicLayer, batch: int, tokens: int
-) -> None:
+def _grow_dynamic(cache: CacheProxy, index: int, layer: Any, batch: int, tokens: int) -> None:
     """Grow a dynamic layer. The layers of one pass share one placeholder, so most only take it."""
     version, keys = cache.remote_versions.get(index, EMPTY_LAYER), layer.keys
     if keys is not version.keys or layer.values is not version.values:
@@ -371,14 +346,12 @@ def prepare_next_token(cache: Cache) -> None:
 
 def _grow_layer(cache: CacheProxy, index: int, layer: Any, batch: int, tokens: int) -> None:
     placeholder.check_unchanged(index, layer, cache.remote_versions.get(index, EMPTY_LAYER))
-    if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
-        layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
-        layer.batch_size = batch
-    if index not in cache.remote_versions and getattr(layer, "is_initialized", False):
-        layer.is_initialized = False  # generate() allocated keys, which do not come here
-    if isinstance(layer, cache_utils.BaseQuantizedLayer):
+    cache_layers.note_state(layer, batch)
+    if index not in cache.remote_versions:  # generate() allocated keys, which do not come here
+        cache_layers.forget_allocation(layer)
+    if caches.is_quantized(cache) and type(layer) is not DynamicLayer:
         layer = cache.layers[index] = DynamicLayer()  # type: ignore[attr-defined]  # counts as well
-    if layer is None or hasattr(layer, "get_seq_length"):
+    if layer is None or cache_layers.counts_tokens(layer):
         with placeholder.counting_tokens():
             _append_placeholder(cache, index, placeholder.make_placeholder(batch, tokens))
         placeholder.replace_with_placeholders(_layer(cache, index))

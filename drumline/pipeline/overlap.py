@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from drumline.contact.caches import cache_of, with_cache
+from drumline.contact.caches import cache_of, has_windows, is_of_transformers, is_plain, with_cache
 from drumline.contact.generate_options import keeps_rows_apart, unread_options
 from drumline.contact.outputs import join_chunks, join_rows
-from drumline.contact.passes import undivided_inputs, unread_inputs
+from drumline.contact.passes import masks_windows, undivided_inputs, unread_inputs
 from drumline.errors import short_traceback
-from drumline.kv_cache.merge_caches import can_be_merged, has_known_layers
+from drumline.kv_cache.merge_caches import can_be_merged
 from drumline.kv_cache.proxy import CacheProxy, merge_proxies
 from drumline.pipeline import microbatch
 from drumline.pipeline.driver import PipelineDriver
@@ -29,12 +29,6 @@ from drumline.pipeline.remote_layer import RemoteModule
 from drumline.pipeline.unsupported import RemoteLayerError
 
 Whole = Callable[..., Any]
-
-OWN_HOOKS = ("drumline.", "transformers.")
-"""Modules whose hooks on layers may be given a part of a batch."""
-
-MASKS_OF_WINDOWS = ("create_sliding_window_causal_mask", "create_chunked_causal_mask")
-"""Functions of transformers in the code of models that have such layers."""
 
 
 class MicrobatchMixin:
@@ -124,7 +118,7 @@ class MicrobatchMixin:
             size = microbatch.tokens_of_chunk(tokens, *self._stages) if self.micro_batches else 0
         if not 0 < size < tokens or torch.is_grad_enabled():
             return []
-        if cache is None or not has_known_layers(cache):
+        if cache is None or not is_plain(cache):
             return []
         if not (self._may_be_split and self._is_causal(cache)) or self._last_layer is None:
             return []
@@ -203,12 +197,9 @@ class MicrobatchMixin:
         the cache keeps, as in Moshi, whose code makes no masks of windows. Of code that is not
         transformers' own, nothing is known."""
         module = type(self).__module__
-        if self.prefill_chunk is None and not module.startswith("transformers."):
+        if self.prefill_chunk is None and not is_of_transformers(module):
             return False
-        code = vars(sys.modules[module])
-        if any(getattr(layer, "is_sliding", False) for layer in cache.layers) and not any(
-            name in code for name in MASKS_OF_WINDOWS
-        ):
+        if has_windows(cache) and not masks_windows(vars(sys.modules[module])):
             return False
         modules = self.modules()  # type: ignore[attr-defined]
         answers = {bool(m.is_causal) for m in modules if getattr(m, "is_causal", None) is not None}
@@ -239,8 +230,10 @@ class MicrobatchMixin:
 
 
 def _is_hooked(module: Any) -> bool:
+    """True if a hook of the script's own would be given a part of a batch."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(not str(getattr(hook, "__module__", "")).startswith(OWN_HOOKS) for hook in hooks)
+    modules = [str(getattr(hook, "__module__", "")) for hook in hooks]
+    return not all(name.startswith("drumline.") or is_of_transformers(name) for name in modules)
 
 
 def _tensors(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import StaticLayer
 
+from drumline.contact.cache_layers import counts_in_python, is_filled, tensors_of
 from drumline.core.pytree import iter_leaves
-from drumline.kv_cache.owner import is_filled
 from drumline.stages.program import NOTHING, StageStep
 
 if TYPE_CHECKING:
@@ -137,7 +136,7 @@ class CudaGraphs:
         if reason:
             self._decline(info, key, reason)
             return None
-        state = [t for layer in layers for t in (layer.keys, layer.values, layer.cumulative_length)]
+        state = [tensor for layer in layers for tensor in tensors_of(layer)]
         captured = self._captured.get(key)
         if captured is None or not captured.fits(arrived, message.ints, state):
             captured = self._capture(info, key, arrived, message.ints, state, work)
@@ -229,7 +228,7 @@ def _caches_at(step: StageStep) -> Iterator[int]:
 
 def why_not_capturable(layers: Sequence[Any]) -> str:
     """Why no graph can go on with layers of a cache; nothing if it can."""
-    kinds = {type(layer).__name__ for layer in layers if type(layer) is not StaticLayer}
+    kinds = {type(layer).__name__ for layer in layers if counts_in_python(layer)}
     if kinds:
         return f"the {' and '.join(sorted(kinds))} of their cache counts or grows in Python"
     return "" if layers else "their cache is empty"

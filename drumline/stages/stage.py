@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.contact.caches import is_croppable, iter_caches
+from drumline.contact.cache_layers import is_croppable
+from drumline.contact.caches import iter_caches
 from drumline.core import pytree
 from drumline.errors import DrumlineError, describe_with_traceback
 from drumline.kv_cache.owner import CacheRegistry
@@ -83,7 +84,7 @@ class StageCall:
         return [] if cache is None else cache.layers
 
     def uncroppable(self, filled: Sequence[tuple[int, int, int]]) -> list[int]:
-        """Those of the layers that were filled which cannot be cropped."""
+        """The filled layers that cannot be cropped."""
         layers = self._cache_layers()
         return [index for index, _, _ in filled if not is_croppable(layers[index])]
 

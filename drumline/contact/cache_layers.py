@@ -1,0 +1,165 @@
+"""Verbs over the layers of a cache.
+
+What a layer holds is seen by looking at its tensors, and what its kind does by trying it on caches
+of a tiny config: attributes and classes of layers change from release to release.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from drumline.contact import transformers_api as api
+
+_CONFIG = api.PreTrainedConfig(
+    num_hidden_layers=2, sliding_window=4, layer_types=["full_attention", "sliding_attention"]
+)
+
+
+def tiny_cache(is_static: bool) -> Any:
+    """A cache of a layer that keeps all tokens, and one that keeps a window of them; 8 at most."""
+    if is_static:
+        return api.StaticCache(config=_CONFIG, max_cache_len=8)
+    return api.DynamicCache(config=_CONFIG)
+
+
+DynamicLayer, DynamicWindow = [type(layer) for layer in tiny_cache(False).layers]
+StaticLayer, StaticWindow = [type(layer) for layer in tiny_cache(True).layers]
+PLAIN_KINDS = (DynamicLayer, DynamicWindow, StaticLayer, StaticWindow)
+"""The kinds of layers that hold keys and values by sequence and token, and nothing else."""
+
+
+def is_plain(layer: Any) -> bool:
+    return type(layer) in PLAIN_KINDS
+
+
+def is_filled(layer: Any) -> bool:
+    """True if a layer of a cache holds keys or a state here."""
+    return any(tensor.dim() > 1 for tensor in _tensors(vars(layer).values()))
+
+
+def _holds_states(layer: Any) -> bool:
+    """True if it holds tensors by number, as states of recurrences and convolutions are kept."""
+    inner = [value.values() for value in vars(layer).values() if isinstance(value, dict)]
+    return any(tensor.dim() > 1 for values in inner for tensor in _tensors(values))
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (dict, tuple)):
+            yield from _tensors(value.values() if isinstance(value, dict) else value)
+
+
+def tensors_of(layer: Any) -> list[torch.Tensor]:
+    """All that a plain layer holds on a device."""
+    return [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+
+
+def counts_in_python(layer: Any) -> bool:
+    """True unless its tensors and counters stay in the same memory from token to token."""
+    return type(layer) is not StaticLayer
+
+
+def is_croppable(layer: Any) -> bool:
+    """True if a layer of a cache can be taken back to fewer tokens.
+
+    A layer with states knows it once it holds them. Before 5.24 transformers did not ask.
+    """
+    return bool(getattr(layer, "is_croppable", True))
+
+
+def num_tokens(layer: Any) -> int:
+    """The tokens that a layer has seen; 0 for None, and for one that counts none."""
+    return int(getattr(layer, "get_seq_length", int)())
+
+
+def counts_tokens(layer: Any) -> bool:
+    return hasattr(layer, "get_seq_length")
+
+
+def is_window(layer: Any) -> bool:
+    """True if it keeps the last tokens only."""
+    return bool(getattr(layer, "is_sliding", False))
+
+
+def records_past(layer: Any) -> bool:
+    """True if it keeps what it would forget, until crop() is called."""
+    return bool(getattr(layer, "record_past", False))
+
+
+def max_tokens(layer: Any) -> int | None:
+    """The tokens that a static layer has room for; None if it has no such number."""
+    return getattr(layer, "max_cache_len", None)
+
+
+def has_state(layer: Any) -> bool:
+    """True if a pass has put a recurrent or convolutional state into a layer."""
+    return any((getattr(layer, "has_previous_state", None) or {}).values())
+
+
+def note_state(layer: Any, rows: int) -> None:
+    """Have a layer without tensors say that a pass of `rows` has put a state into it."""
+    if (states := getattr(layer, "has_previous_state", None)) is not None:
+        layer.has_previous_state = dict.fromkeys(states, True)
+        layer.batch_size = rows
+
+
+def forget_allocation(layer: Any) -> None:
+    """Have a layer allocate keys and values anew with the next ones that it is given."""
+    if getattr(layer, "is_initialized", False):
+        layer.is_initialized = False
+
+
+def class_for(layer: Any, operation: str) -> type[Any]:
+    """The class of a layer, or of its keys alone if another rank has its states (Inkling)."""
+    for kind in type(layer).__mro__ if not _holds_states(layer) else ():
+        is_of_keys = hasattr(kind, "update") and not hasattr(kind, "update_conv_state")
+        if is_of_keys and hasattr(kind, operation):
+            return kind
+    return type(layer)
+
+
+def constructor_options(layer: Any) -> dict[str, Any]:
+    """The options with which a layer of a quantized cache was made, which it keeps by name."""
+    names = inspect.signature(type(layer)).parameters
+    return {name: getattr(layer, name) for name in names if hasattr(layer, name)}
+
+
+def join_layers(layers: Sequence[Any]) -> Any:
+    """The first of some plain layers of equal length, with the rows of all of them."""
+    first = layers[0]
+    kind: Any = type(first)
+    for name in _row_attributes(kind):
+        values: list[Any] = [getattr(layer, name, None) for layer in layers]
+        if isinstance(values[0], torch.Tensor):
+            setattr(first, name, torch.cat(values))
+        elif values[0] is not None:
+            setattr(first, name, sum(values))
+    return first
+
+
+@functools.cache
+def _row_attributes(kind: Any) -> list[str]:
+    """The attributes of a kind of plain layers that grow with the rows: tensors, and a number.
+
+    They are seen by giving 2 rows to a layer and 3 to another. The first static one takes seconds,
+    as it imports torch._dynamo."""
+    at, is_static = PLAIN_KINDS.index(kind) % 2, PLAIN_KINDS.index(kind) > 1
+    layers = [tiny_cache(is_static).layers[at] for _ in range(2)]
+    for rows, layer in zip((2, 3), layers, strict=True):
+        layer.update(torch.zeros(rows, 1, 1, 1), torch.zeros(rows, 1, 1, 1))
+    two, three = map(vars, layers)
+    return [name for name in two if _num_rows(two[name], three.get(name)) == (2, 3)]
+
+
+def _num_rows(*values: Any) -> tuple[Any, ...]:
+    return tuple(
+        value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else value
+        for value in values
+    )

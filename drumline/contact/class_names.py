@@ -1,0 +1,26 @@
+"""Classes by name: what is sent to other ranks, who have imported the same ones."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from drumline.errors import DrumlineError
+
+
+def full_name(kind: type[Any]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+@functools.cache
+def class_named(name: str, base: Any) -> type[Any]:
+    """The subclass of this name among those that are imported already: nothing is imported."""
+    kinds: list[type[Any]] = [base]
+    for kind in kinds:
+        if full_name(kind) == name:
+            return kind
+        kinds.extend(kind.__subclasses__())
+    raise DrumlineError(
+        f"{name}, which a layer on another rank takes or returns, is not known on this one; import "
+        "it where the model is loaded, the same on every rank."
+    )
