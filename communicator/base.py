@@ -154,10 +154,10 @@ class Communicator(CollectivesFromP2P):
         self._device = self._own_device(_as_device(device))
         if checked_calls is not None:
             self.capabilities = replace(self.capabilities, checked_calls=checked_calls)
-        self._note_peer = getattr(coor, "note_peer", lambda _: None)  # not over a torch Store
+        self._note_peer = coor.note_peer
         self.do_open(**options)
         self._recorder = launcher.recorder(coor.info)
-        for viewer in (self._recorder, getattr(coor, "live_calls", None)):
+        for viewer in (self._recorder, coor.live_calls):
             if viewer is not None:
                 viewer.follow(self, TRACED, "move", backend=self.name)
                 viewer.follow(self, ["barrier"], "wait", backend=self.name)
@@ -185,12 +185,18 @@ class Communicator(CollectivesFromP2P):
         ranks: their torch ProcessGroup; or a torch Store that all of them reach, with rank and
             world_size. The other arguments are those of Communicator(coor, ...).
 
-        A process that dies on this host is noticed, one of another host by its connections.
+        Its ranks detect failures and encrypt as those of a Coordinator do.
         """
-        from communicator.torch_interop.store_coordinator import coordinator_over  # imports this
+        from communicator.torch_interop.group_ranks import coordinator_over  # torch's interface
 
-        coor: Any = coordinator_over(ranks, rank, world_size, timeout_s)
-        return cls(coor, backend, timeout_s=timeout_s, **options)
+        coor = coordinator_over(ranks, rank, world_size, timeout_s)
+        try:
+            comm = cls(coor, backend, timeout_s=timeout_s, **options)
+        except BaseException:
+            coor.close()
+            raise
+        comm._split_coor = coor
+        return comm
 
     def split(self, ranks: Sequence[int]) -> Communicator | None:
         """A Communicator of some ranks, in this order, made as this one; None on the others.
@@ -599,7 +605,7 @@ class Communicator(CollectivesFromP2P):
     _recorder: launcher.Recorder | None = None
     _background: BackgroundCalls | None = None
     _messages: Messages | None = None  # of isend and irecv
-    _split_coor: Coordinator | None = None  # made by split() for this communicator alone
+    _split_coor: Coordinator | None = None  # made by split() or over() for this one alone
     _disowned: CommunicatorError | None = None  # why a forked child cannot use it
 
     def disown(self) -> None:

@@ -5,7 +5,6 @@ with Coordinator() as coor:
 """
 
 import launcher
-from coordinator.collectives import ValueCollectives
 from coordinator.coordinator import Coordinator
 from coordinator.errors import (
     CoordinatorError,
@@ -21,25 +20,21 @@ from coordinator.failure.subscription import Subscription
 from coordinator.peers import Peer, group_by_node
 from coordinator.timings import CoordinatorTimings
 from coordinator.transport import object_codec
-from coordinator.transport.connections import PeerConnector
-from launcher import Credentials, EncryptedSocket, link_state
+from launcher import EncryptedSocket, link_state
 
 __all__ = [
     "Coordinator",
     "CoordinatorError",
     "CoordinatorTimeout",
     "CoordinatorTimings",
-    "Credentials",
     "DrumlineError",
     "EncryptedSocket",
     "FailureReason",
     "Peer",
-    "PeerConnector",
     "PeerLost",
     "RankFailure",
     "RemoteError",
     "Subscription",
-    "ValueCollectives",
     "group_by_node",
     "hosts_view",
     "link_state",

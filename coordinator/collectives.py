@@ -16,15 +16,16 @@ from coordinator.work_outcome import WorkOutcome, raise_first_failure
 _new = tuple.__new__
 
 
-class ValueCollectives:
-    """Calls that send values and the outcomes of work, over a call that sends bytes."""
+class Collectives:
+    """The collective calls of a Coordinator."""
 
     ranks: tuple[int, ...]
     rank: int
+    world_size: int
     peers: tuple[Peer, ...]
 
     @abstractmethod
-    def allgather(self, data: bytes, *, timeout_s: float | None = None) -> list[bytes]: ...
+    def _exchange(self, name: str, exchange: Exchange, timeout_s: float | None) -> list[bytes]: ...
 
     def run_on_all_ranks(
         self, work: Callable[[], Any], *, timeout_s: float | None = None
@@ -85,15 +86,6 @@ class ValueCollectives:
         why = why_unsendable(data or b"")
         if why:
             raise ValueError(f"{why}. Only None, bool, int, float, str, bytes, lists and dicts go")
-
-
-class Collectives(ValueCollectives):
-    """The collective calls of a Coordinator."""
-
-    world_size: int
-
-    @abstractmethod
-    def _exchange(self, name: str, exchange: Exchange, timeout_s: float | None) -> list[bytes]: ...
 
     # ---- bytes ----
 

@@ -45,6 +45,7 @@ from coordinator.timings import DEFAULT, CoordinatorTimings
 from coordinator.transport.connections import PeerConnector
 from coordinator.transport.group import NOTHING, Exchange, Group, unpack_parts
 from coordinator.transport.joining import join_group
+from launcher import noop
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -94,30 +95,92 @@ class Coordinator(Collectives):
         encrypt: bool = False,
     ) -> None:
         self.info = launcher.current() if info is None else info
+        self._begin(timeout_s, timings, transport or "", encrypt or self.info.encrypts)
+        stack_dump.listen()  # before the first wait, for the ranks that never come
+        live_view.listen(self.info)
+        number = self._join_session()
+        if self._session is not None:
+            self._session.heartbeat.view = HostsView(self.info, self._session.ask).after_beat
+        call = begin_call("Coordinator", number + 1, timeout_s)
+        self._join(f"c{number}/", range(self.info.world_size), None, call)
+
+    @classmethod
+    def over(
+        cls,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        ranks: Sequence[int] = (),
+        timeout_s: float = 300.0,
+        timings: CoordinatorTimings = DEFAULT,
+    ) -> Coordinator:
+        """The Coordinator of ranks that share a torch Store, and no launch of ours. Collective.
+
+        rank, world_size: this process among them. ranks: their numbers elsewhere, which errors
+            show, if not from 0 on. The store is used only while they meet. They encrypt as the
+            launch does that started them.
+
+        close() waits for nobody here: what the first rank serves, it serves until the others have
+        left. Raises ValueError if rank is not one of them, and as Coordinator().
+        """
+        from coordinator.store import store_meeting
+
+        numbers = tuple(ranks) or tuple(range(world_size))
+        if not 0 <= rank < world_size or len(set(numbers)) != world_size:
+            raise ValueError(
+                f"Coordinator.over(store, rank={rank}, world_size={world_size}, ranks={ranks}): "
+                "pass the place of this process among the ranks, and how many there are."
+            )
+        group = cls.__new__(cls)
+        group.info = store_meeting.alone(numbers[rank])
+        limit_s = group._checked(timeout_s)
+        if len(numbers) > 1:
+            group.info, location = store_meeting.meet(store, rank, numbers, limit_s, timings)
+            this_process.locate(group.info, location)
+        group._begin(timeout_s, timings, "", group.info.encrypts)
+        group._is_over_store = True
+        stack_dump.listen()
+        group._join_session(len(numbers))
+        group._join("c0/", numbers, None, begin_call("Coordinator.over", 1, limit_s))
+        return group
+
+    def _begin(
+        self, timeout_s: float, timings: CoordinatorTimings, transport: str, encrypts: bool
+    ) -> None:
+        """Set what is known before the other ranks are."""
         self.timeout_s = self._checked(timeout_s)
         self._session: Session | None = None
-        self._timings, self._transport = timings, transport or ""
+        self._timings, self._transport, self.encrypts = timings, transport, encrypts
+        self._is_over_store = False
+        self._ancestors: tuple[weakref.WeakSet[Coordinator], ...] = ()  # their _subgroups
         if self._transport not in ("", "gloo"):
             raise ValueError(
                 f"rank {self.info.rank}: there is no transport {transport!r}. Give 'gloo', or None "
                 "for shared memory and connections."
             )
-        self._ancestors: tuple[weakref.WeakSet[Coordinator], ...] = ()  # their _subgroups
-        number, self.encrypts = 0, encrypt or self.info.encrypts
-        stack_dump.listen()  # before the first wait, for the ranks that never come
-        live_view.listen(self.info)
-        if self.info.world_size > 1:
-            self._session, number = this_process.of(self.info).join(
-                self.info, timeout_s, timings, self.encrypts
-            )
-            self._session.heartbeat.view = HostsView(self.info, self._session.ask).after_beat
-        call = begin_call("Coordinator", number + 1, timeout_s)
-        self._join(f"c{number}/", range(self.info.world_size), None, call)
+
+    def _join_session(self, world_size: int | None = None) -> int:
+        """Join this rank's session in its launch; how many Coordinators the rank has made before.
+
+        world_size: of the group, if that is not all of the launch. A rank alone needs no session.
+        """
+        if (world_size or self.info.world_size) == 1:
+            return 0
+        self._session, number = this_process.of(self.info).join(
+            self.info, self.timeout_s, self._timings, self.encrypts
+        )
+        return number
 
     def _join(
-        self, key: str, ranks: Sequence[int], parent: FailureDetector | None, call: PendingCall
+        self,
+        key: str,
+        ranks: Sequence[int],
+        parent: FailureDetector | None,
+        call: PendingCall,
+        check: Callable[[], None] = noop,
     ) -> None:
-        """Become one rank of a group, whose members meet under key."""
+        """Become one rank of a group, whose members meet under key. check: as in split."""
         self._pid = os.getpid()
         self.ranks = tuple(ranks)  # of the launch, by rank of this group
         self.rank = self.ranks.index(self.info.rank)
@@ -148,7 +211,7 @@ class Coordinator(Collectives):
         )
         self.peers: tuple[Peer, ...] = (me,)
         if self.world_size > 1:
-            self.peers = self._join_ranks(key, me, parent, call)
+            self.peers = self._join_ranks(key, me, parent, call, check)
         places = {rank: place for place, rank in enumerate(self.ranks)}
         self.nodes = [[places[rank] for rank in node] for node in group_by_node(self.peers)]
         self.node_index = next(i for i, node in enumerate(self.nodes) if self.rank in node)
@@ -180,11 +243,16 @@ class Coordinator(Collectives):
         return sorted(offsets)[CLOCK_READINGS // 2]
 
     def _join_ranks(
-        self, key: str, me: Peer, parent: FailureDetector | None, call: PendingCall
+        self,
+        key: str,
+        me: Peer,
+        parent: FailureDetector | None,
+        call: PendingCall,
+        check: Callable[[], None],
     ) -> tuple[Peer, ...]:
         assert self._session is not None
         try:
-            self._group = join_group(key, self._session, me, self.ranks, parent, call)
+            self._group = join_group(key, self._session, me, self.ranks, parent, call, check)
         except BaseException as error:
             self._broken = CoordinatorError(f"{self._me} could not join: {error}")
             self.close()
@@ -368,10 +436,19 @@ class Coordinator(Collectives):
             self._leaders = self._subgroup(firsts, self._begin_call("leaders", None))
         return self._leaders
 
-    def split(self, ranks: Sequence[int], *, timeout_s: float | None = None) -> Coordinator | None:
+    def split(
+        self,
+        ranks: Sequence[int],
+        *,
+        timeout_s: float | None = None,
+        name: str = "",
+        check: Callable[[], None] = noop,
+    ) -> Coordinator | None:
         """A Coordinator over some ranks of this one, in the order given. Collective over them.
 
         Another rank may call too and gets None at once. The new rank i is ranks[i].
+        name: tells apart groups of the same ranks that these may make in different orders.
+        check: called again and again while this rank waits for others; what it raises ends that.
         Raises ValueError if ranks is empty, names one twice or names one that is not there.
         """
         self._check_open("split")
@@ -382,20 +459,26 @@ class Coordinator(Collectives):
             self._check_rank(member, "ranks")
         if self.rank not in members:
             return None
-        return self._subgroup(members, self._begin_call("split", timeout_s))
+        return self._subgroup(members, self._begin_call("split", timeout_s), name, check)
 
-    def _subgroup(self, members: tuple[int, ...], call: PendingCall) -> Coordinator:
-        number = self._count(("split", members))
+    def _subgroup(
+        self,
+        members: tuple[int, ...],
+        call: PendingCall,
+        name: str = "",
+        check: Callable[[], None] = noop,
+    ) -> Coordinator:
+        number = self._count(("split", members, name))
         group = Coordinator.__new__(Coordinator)
-        group.info, group.timeout_s, group._session = self.info, self.timeout_s, self._session
-        group._timings, group.encrypts = self._timings, self.encrypts
-        group._transport = self._transport
+        group.info = self.info
+        group._begin(self.timeout_s, self._timings, self._transport, self.encrypts)
+        group._session, group._is_over_store = self._session, self._is_over_store
         group._ancestors = (*self._ancestors, self._subgroups)
         if self._session is not None:
             this_process.of(self.info).retain()
-        key = f"{self._store.prefix}{'-'.join(map(str, members))}:{number}/"
+        key = f"{self._store.prefix}{'-'.join(map(str, members))}:{name}{number}/"
         detector = self._group.detector if self._group is not None else None
-        group._join(key, [self.ranks[member] for member in members], detector, call)
+        group._join(key, [self.ranks[member] for member in members], detector, call, check)
         for groups in group._ancestors:
             groups.add(group)
         return group
@@ -459,7 +542,7 @@ class Coordinator(Collectives):
         if self._session is None:
             return []
         self._session = None
-        late = this_process.of(self.info).leave(limit, stuck)
+        late = this_process.of(self.info).leave(None if self._is_over_store else limit, stuck)
         return [rank for rank in late if rank not in stuck]
 
     def __enter__(self) -> Coordinator:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 ENV_PREFIX = "DRUMLINE_"
 TRACE = "trace"  # in extras: the folder for the recordings of ranks
 ENCRYPT = "encrypt"  # in extras: of a launch with --encrypt
+MASTER_RANK = "master_rank"  # in extras, where ranks met in a torch Store: that which serves
 LOG_LEVEL = ENV_PREFIX + "LOG_LEVEL"
 TIME_SCALE = ENV_PREFIX + "TIME_SCALE"
 SETTINGS = (LOG_LEVEL, TIME_SCALE)  # of the user, for every process of a launch
@@ -69,6 +70,16 @@ class LaunchInfo:
     def encrypts(self) -> bool:
         """True if this is a launch with --encrypt."""
         return ENCRYPT in self.extras
+
+    @property
+    def master_rank(self) -> int:
+        """The rank that serves the others: rank 0, unless that is none of those that meet."""
+        return int(self.extras.get(MASTER_RANK, "0"))
+
+    @property
+    def is_master(self) -> bool:
+        """True on the rank that serves the others."""
+        return self.rank == self.master_rank
 
     def to_dict(self) -> dict[str, object]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}

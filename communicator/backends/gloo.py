@@ -143,11 +143,8 @@ class Gloo(TaggedP2PCommunicator):
 
     def _diagnosis(self) -> str:
         """The Coordinator's report of where the ranks are, for an error."""
-        diagnose = getattr(self.coor, "diagnose", None)  # there is none over a torch Store
-        if diagnose is None:
-            return ""
         try:
-            return f" The ranks are:\n{diagnose(stacks_too=False)}"
+            return f" The ranks are:\n{self.coor.diagnose(stacks_too=False)}"
         except CoordinatorError as error:  # it was closed first, or its rank 0 exited
             return f" Where the ranks are is not known: {error}"
 

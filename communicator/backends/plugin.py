@@ -50,7 +50,7 @@ class PluginCommunicator(Communicator):
         super().__init__(coor, backend, **options)
         declared = self.capabilities
         is_checked = declared.checked_calls > 0 and not declared.compares_every_call
-        if is_checked and self.world_size > 1 and isinstance(coor, Coordinator):  # it needs a store
+        if is_checked and self.world_size > 1:
             self._call_checker = CallChecker(self, declared.checked_calls)
 
     @classmethod

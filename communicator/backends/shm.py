@@ -7,7 +7,6 @@ comm.allreduce(torch.ones(4))
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from communicator.backends.plugin import PluginCommunicator
 from communicator.base import Capabilities
@@ -29,11 +28,6 @@ class Shm(PluginCommunicator):
     capabilities = Capabilities(compares_every_call=True)
     is_trusted = True
     agrees_in_init = True
-
-    def do_open(self, **options: Any) -> None:
-        if not hasattr(self.coor, "describe_late"):  # over a torch Store, and then nobody looks
-            options["stacks"] = "unread"
-        super().do_open(**options)
 
     @classmethod
     def probe(cls, coor: Coordinator) -> int:

@@ -17,12 +17,11 @@ def lost_peers(coor: Coordinator, wait_s: float = 0.0) -> tuple[RankFailure, ...
 
     Not those that may recover, nor one that has closed its Coordinator while its process is alive.
     wait_s: how long to wait for there to be one. The Coordinator may be closed: that of a subgroup
-    is needed only to open it. And a torch Store detects nothing. Then only peers whose process is
-    visible from here are known.
+    is needed only to open it. Then only peers whose process is visible from here are known.
     """
     try:
         failures = coor.failures(wait_s=wait_s)
-    except (AttributeError, CoordinatorError):
+    except CoordinatorError:
         return _dead_processes(coor, wait_s)
     return tuple(failure for failure in failures if _is_lost(failure))
 
@@ -56,14 +55,14 @@ def describe_late(coor: Coordinator) -> str:
     """The ranks of this node and where they are, for the error of a deadline; may be empty."""
     try:
         text = coor.describe_late()
-    except (AttributeError, CoordinatorError):  # over a torch Store, or closed first
+    except CoordinatorError:  # closed first
         return ""
     return f"\n{text}" if text else ""
 
 
 def report(coor: Coordinator, failure: RankFailure) -> None:
     """Let all ranks of the group know of a failure, if they share a Coordinator that is open."""
-    with suppress(AttributeError, CoordinatorError):
+    with suppress(CoordinatorError):
         coor.report_failure(failure.rank, f"lost: {failure}")
 
 

@@ -1,6 +1,6 @@
 """The communicators of a process group: one for each kind of device, opened when it is first used.
 
-comms = LazyCommunicators(coor, ("cpu", "cuda"), chosen={"cpu": Shm, "cuda": None})
+comms = LazyCommunicators(ranks, ("cpu", "cuda"), chosen={"cpu": Shm, "cuda": None})
 comms.of("cpu").allreduce(tensor)
 """
 
@@ -13,6 +13,7 @@ from typing import NoReturn
 from communicator.base import Communicator
 from communicator.errors import CommunicatorError, Unsupported
 from communicator.selection import choose_for_devices
+from communicator.torch_interop.group_ranks import GroupRanks
 from coordinator import Coordinator
 
 Chosen = dict[str, type[Communicator] | None]
@@ -22,9 +23,9 @@ class LazyCommunicators:
     """chosen: the class for each kind of device, if all ranks know it already."""
 
     def __init__(
-        self, coor: Coordinator, device_types: Sequence[str], chosen: Chosen | None = None
+        self, ranks: GroupRanks, device_types: Sequence[str], chosen: Chosen | None = None
     ) -> None:
-        self._coor, self._device_types, self._chosen = coor, device_types, chosen
+        self._ranks, self._device_types, self._chosen = ranks, device_types, chosen
         self._lock = threading.Lock()
         self._opened: dict[str, Communicator | None] = {}
         self._is_closed = False
@@ -33,7 +34,7 @@ class LazyCommunicators:
     def chosen(self) -> Chosen:
         """The best class for each kind of device, or None. The first call is collective."""
         if self._chosen is None:
-            self._chosen = choose_for_devices(self._coor, self._device_types)
+            self._chosen = choose_for_devices(self._ranks.coordinator(), self._device_types)
         return self._chosen
 
     def of(self, device_type: str) -> Communicator:
@@ -54,35 +55,40 @@ class LazyCommunicators:
 
     def refuse(self, device_type: str) -> NoReturn:
         raise Unsupported(
-            f"{self._coor.rank_name()}: no backend moves tensors on {device_type!r} among these "
-            f"{self._coor.world_size} ranks. Move the tensor to the CPU, or install a backend."
+            f"{self._ranks.rank_name()}: no backend moves tensors on {device_type!r} among these "
+            f"{self._ranks.world_size} ranks. Move the tensor to the CPU, or install a backend."
         )
 
     def _open(self, device_type: str) -> Communicator | None:
         with self._lock:
             if self._is_closed:
-                me = self._coor.rank_name()
+                me = self._ranks.rank_name()
                 raise CommunicatorError(f"{me}: the group was destroyed.")
             if device_type not in self._opened:
                 kind = self.chosen.get(device_type)
-                self._opened[device_type] = _open_if_any(kind, self._coor)
+                self._opened[device_type] = _open_if_any(kind, self._ranks.coordinator())
             return self._opened[device_type]
 
     def set_timeout(self, timeout_s: float) -> None:
         """Of those that are open, and those that will be."""
         with self._lock:
-            self._coor.timeout_s = timeout_s
+            self._ranks.set_timeout(timeout_s)
             for comm in self._opened.values():
                 if comm is not None:
                     comm.set_timeout(timeout_s)
 
     def close(self) -> None:
-        self._coor.close()  # ends an _open that waits for other ranks
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            self._ranks.close()  # ends an _open that waits for other ranks
+            self._lock.acquire()
+        try:
             self._is_closed = True
             for comm in self._opened.values():
                 if comm is not None:
                     comm.close()
+        finally:
+            self._lock.release()
+        self._ranks.close()
 
 
 def _open_if_any(kind: type[Communicator] | None, coor: Coordinator) -> Communicator | None:

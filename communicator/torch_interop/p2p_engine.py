@@ -21,14 +21,12 @@ of its group, and a rank that leaves a group says so to the others.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import struct
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 
@@ -47,9 +45,11 @@ from communicator.calls import call_check
 from communicator.calls.async_work import NO_TIMEOUT, AsyncWork
 from communicator.calls.failures import describe_lost
 from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, PeerLost
+from communicator.torch_interop.group_ranks import GroupRanks
 from communicator.torch_interop.list_collectives import flattened
-from coordinator import FailureReason, RankFailure
+from coordinator import Coordinator, FailureReason, RankFailure
 
+Members = Coordinator | GroupRanks
 ANY_SOURCE = -1
 LARGE_BYTES = 1 << 15
 MAX_UNCONFIRMED_BYTES = 1 << 22  # of large messages that are sent without an offer
@@ -65,7 +65,7 @@ class P2PGroup:
     ranks: by number in the group, that in the engine. number: no other group of the engine has it.
     """
 
-    def __init__(self, engine: P2PEngine, coor: Any, ranks: list[int], number: int) -> None:
+    def __init__(self, engine: P2PEngine, coor: Members, ranks: list[int], number: int) -> None:
         self.engine, self.ranks, self.number = engine, ranks, number
         self.rank, self.peers, self.timeout_s = coor.rank, coor.peers, coor.timeout_s
         self.rank_name = coor.rank_name
@@ -204,7 +204,7 @@ class _Incoming:
 class P2PEngine:
     """The messages of one rank, on the CPU, in groups of which the first is that of all ranks."""
 
-    def __init__(self, coor: Any, streams: ByteStreams) -> None:
+    def __init__(self, coor: Members, streams: ByteStreams) -> None:
         self._coor, self._streams = coor, streams
         self.rank = coor.rank
         self.all_ranks = P2PGroup(self, coor, list(range(coor.world_size)), 0)
@@ -234,10 +234,9 @@ class P2PEngine:
 
     # What groups and works use.
 
-    def open_group(self, coor: Any, ranks: list[int]) -> P2PGroup:
-        """A group of some ranks, those of coor in order. Not collective."""
-        digest = hashlib.sha256(coor.info.launch_id.encode()).digest()
-        group = P2PGroup(self, coor, ranks, int.from_bytes(digest[:8], "little"))
+    def open_group(self, members: GroupRanks, ranks: list[int]) -> P2PGroup:
+        """A group of some ranks, those of members in order. Not collective."""
+        group = P2PGroup(self, members, ranks, members.number)
         with self._lock:
             self._groups[group.number] = group
             early = {leave for leave in self._early_leaves if leave[0] == group.number}
@@ -673,15 +672,15 @@ def _header(kind: int, group: int, work: P2PWork | None = None, number: int = 0)
     return HEADER.pack(kind, work.tag, work.dtype, work.nbytes, number, group)
 
 
-def open_p2p(coor: Any, comm: Communicator | None) -> P2PGroup | None:
+def open_p2p(members: GroupRanks, comm: Communicator | None) -> P2PGroup | None:
     """The group of all ranks, over the streams of their communicator, or connections of its own.
 
     Collective. None for a rank alone.
     """
-    if coor.world_size == 1:
+    if members.world_size == 1:
         return None
-    streams = getattr(comm, "streams", None) or TcpStreams(coor.connections())
-    return P2PEngine(coor, streams).all_ranks
+    streams = getattr(comm, "streams", None) or TcpStreams(members.coordinator().connections())
+    return P2PEngine(members, streams).all_ranks
 
 
 def _poll_ms(left_s: float) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import cached_property
 from types import FunctionType
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
@@ -20,9 +21,9 @@ from communicator.calls.async_work import AsyncWork, WorkQueue
 from communicator.errors import Unsupported
 from communicator.torch_interop import list_collectives, native_backend
 from communicator.torch_interop.deferred_p2p import DeferredMessages
+from communicator.torch_interop.group_ranks import GroupRanks, meet
 from communicator.torch_interop.lazy_communicators import Chosen, LazyCommunicators
 from communicator.torch_interop.p2p_engine import ANY_SOURCE, P2PGroup, open_p2p
-from communicator.torch_interop.store_coordinator import StoreCoordinator
 from coordinator import Coordinator
 
 NAME = "drumline"
@@ -33,10 +34,21 @@ ProcessGroup: Any = dist.ProcessGroup  # untyped, for its overloads
 
 
 class Met(NamedTuple):
-    """Ranks that have met, and the class for each kind of device where parts take the same."""
+    """Ranks that have met, and the class for each kind of device where parts take the same.
 
-    coor: StoreCoordinator
+    num_parts: by name and ranks; torch uses the name of a destroyed group again.
+    """
+
+    coor: Coordinator
     chosen: Chosen | None
+    num_parts: dict[tuple[str, ...], int]
+
+    def part(self, ranks: Sequence[int], name: str, timeout_s: float) -> GroupRanks:
+        """Some of these ranks, by torch's numbers, for a group of this name. Exchanges nothing."""
+        key = (name, *map(str, ranks))
+        self.num_parts[key] = number = self.num_parts.get(key, 0) + 1
+        places = [self.coor.ranks.index(rank) for rank in ranks]
+        return GroupRanks(self.coor, places, f"{name}/{number}", timeout_s)
 
 
 # By a default group of another backend: the ranks of the groups beside it. They stay when such a
@@ -54,7 +66,7 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
 
     def __init__(
         self,
-        coor: StoreCoordinator,
+        ranks: GroupRanks,
         queue: WorkQueue,
         whole: DrumlineProcessGroup | None = None,
         global_ranks: Sequence[int] = (),
@@ -64,32 +76,32 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
 
         chosen: the class for each kind of device, if all ranks know it already.
         """
-        super().__init__(coor.rank, coor.world_size)
+        super().__init__(ranks.rank, ranks.world_size)
         self._names = ["undefined", "undefined"]
-        self._coor, self._queue = coor, queue
-        self._comms: LazyCommunicators = LazyCommunicators(
-            cast(Coordinator, coor), DEVICE_TYPES, chosen
-        )
+        self._ranks, self._queue = ranks, queue
+        self._comms = LazyCommunicators(ranks, DEVICE_TYPES, chosen)
         self._p2p: P2PGroup | None = None
         if whole is None:
             self._open_p2p_and_devices(self._comms.chosen)
         else:
-            if whole._p2p is not None and coor.world_size > 1:
-                self._p2p = whole._p2p.engine.open_group(coor, list(global_ranks))
-                coor.check_more = self._p2p.check
+            if whole._p2p is not None and ranks.world_size > 1:
+                self._p2p = whole._p2p.engine.open_group(ranks, list(global_ranks))
+                ranks.check_more = self._p2p.check
             if whole._comms.chosen["cuda"] is not None:  # sends there need all ranks
                 self._open_if_any("cuda")
         self._deferred = DeferredMessages()
 
+    @cached_property
     def met(self) -> Met:
         """Facts that a group of some of these ranks need not find out again."""
         # On one node a part can use what the whole does. Elsewhere it may do better.
-        return Met(self._coor, self._comms.chosen if len(self._coor.nodes) == 1 else None)
+        coor = self._ranks.coordinator()
+        return Met(coor, self._comms.chosen if len(coor.nodes) == 1 else None, {})
 
     def _open_p2p_and_devices(self, chosen: Chosen) -> None:
         self._open_if_any("cpu")
         self._open_if_any("cuda")
-        self._p2p = open_p2p(self._coor, self._comms.if_opened("cpu"))
+        self._p2p = open_p2p(self._ranks, self._comms.if_opened("cpu"))
 
     def _open_if_any(self, device_type: str) -> None:
         with suppress(Unsupported):
@@ -304,7 +316,7 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> AsyncWork:
         if tensors[0].device.type != "cpu":
             raise Unsupported(
-                f"{self._coor.rank_name()}: recv without src: on {tensors[0].device.type} "
+                f"{self._ranks.rank_name()}: recv without src: on {tensors[0].device.type} "
                 "a communicator hears one rank at a time. Say which, or receive into a tensor on "
                 "the CPU."
             )
@@ -347,7 +359,7 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
     def _check_dense(self, tensor: torch.Tensor) -> None:
         if tensor.layout != torch.strided:
             raise Unsupported(
-                f"{self._coor.rank_name()}: only all_reduce takes sparse tensors, of layout "
+                f"{self._ranks.rank_name()}: only all_reduce takes sparse tensors, of layout "
                 f"sparse_coo, and this one is {str(tensor.layout).removeprefix('torch.')}. Call "
                 "to_dense() first."
             )
@@ -398,17 +410,18 @@ def _open_backend(
     queue = WorkQueue() if native is None else native.CallQueue(rank)
     whole, timeout_s = _default_group() if global_ranks else None, timeout.total_seconds()
     if whole is not None:
-        coor, chosen = whole.met()
-        part = coor.split(global_ranks, group_name, timeout_s)
-        assert part is not None, "torch makes no group on a rank that is not in it"
-        group = DrumlineProcessGroup(part, queue, whole, global_ranks, chosen)
+        part = whole.met.part(global_ranks, group_name, timeout_s)
+        group = DrumlineProcessGroup(part, queue, whole, global_ranks, whole.met.chosen)
     elif met := _first_with(global_ranks):
-        coor = met.coor.rejoined(global_ranks, group_name, timeout_s)
-        group = DrumlineProcessGroup(coor, queue, chosen=met.chosen)
+        part = met.part(global_ranks, group_name, timeout_s)
+        group = DrumlineProcessGroup(part, queue, chosen=met.chosen)
     else:
-        coor = StoreCoordinator(store, rank, world_size, timeout_s, global_ranks)
-        group = DrumlineProcessGroup(coor, queue)
-        _all_met(global_ranks).append(group.met())
+        coor = meet(store, rank, world_size, timeout_s, global_ranks)
+        others = _all_met(global_ranks)
+        ranks = GroupRanks(coor, keeps_whole=others is not None)
+        group = DrumlineProcessGroup(ranks, queue)
+        if others is not None:
+            others.append(group.met)
     if native is None:
         return group
     return native.create(group, queue, rank, world_size, timeout, group_name, global_ranks)
@@ -417,14 +430,15 @@ def _open_backend(
 def _first_with(global_ranks: list[int]) -> Met | None:
     """The first group in which all of these have met, the same on each of them."""
     ranks = set(global_ranks)
-    return next((met for met in _all_met(global_ranks) if ranks <= set(met.coor.ranks)), None)
+    all_met = _all_met(global_ranks) or []
+    return next((met for met in all_met if ranks <= set(met.coor.ranks)), None)
 
 
-def _all_met(global_ranks: list[int]) -> list[Met]:
-    """All met ranks beside the default group of torch; none for that group itself."""
+def _all_met(global_ranks: list[int]) -> list[Met] | None:
+    """All met ranks beside the default group of torch; None for that group itself."""
     default = dist.group.WORLD
     if default is None or not global_ranks:
-        return []
+        return None
     return _met_beside.setdefault(default, [])
 
 

@@ -101,11 +101,11 @@ class Neighbour:
         stat = linux.process_stat(self._peer.pid)
         return stat is not None and stat.is_stopped
 
-    def runs(self, now: float, fresh_s: float) -> bool:
+    def runs(self, now: float, fresh_s: float, master: int = 0) -> bool:
         """True unless its process has ended or is stopped, it has written nothing for so long, or
-        it cannot reach rank 0 any more."""
+        it can no longer reach the rank `master`, which serves."""
         record = self.read()
-        if record is None or now - record.written_at > fresh_s or 0 in record.lost:
+        if record is None or now - record.written_at > fresh_s or master in record.lost:
             return False
         return not self.is_suspended() and not self._peer.is_known_dead()
 
@@ -141,8 +141,10 @@ class Heartbeat:
     each heartbeat with the seconds for which viewers look, and the limit of a question to rank 0.
     """
 
-    def __init__(self, rank: int, ask: Callable[..., Any], timings: CoordinatorTimings) -> None:
-        self._rank, self._ask, self.timings = rank, ask, timings
+    def __init__(
+        self, rank: int, ask: Callable[..., Any], timings: CoordinatorTimings, master: int = 0
+    ) -> None:
+        self._rank, self._ask, self.timings, self._master = rank, ask, timings, master
         self.lost: dict[int, float] = {}
         self.group_failures: dict[str, bytes] = {}
         self.groups: dict[str, GroupStatus] = {}
@@ -225,7 +227,9 @@ class Heartbeat:
     def _beat(self) -> None:
         now, before = time.monotonic(), self._neighbours[: self._num_before]
         self._viewed_s = 0.0
-        self._speaker = next((rank for rank in before if rank.runs(now, self._fresh_s)), None)
+        self._speaker = next(
+            (rank for rank in before if rank.runs(now, self._fresh_s, self._master)), None
+        )
         self._write()
         if self._speaker is None:
             self._speak(now)
@@ -298,8 +302,8 @@ class Heartbeat:
         record = self._speaker.read() if self._speaker is not None else None
         if record is not None:
             own = {key: why for key, why in record.failures.items() if key in self.groups}
-            self._hear([rank for rank in record.lost if rank != 0], own)
-            if 0 in record.lost and 0 not in self.lost:
+            self._hear([rank for rank in record.lost if rank != self._master], own)
+            if self._master in record.lost and self._master not in self.lost:
                 self.refresh()  # to see for itself: it may be a connection of the speaker's alone
 
     def _write(self) -> None:

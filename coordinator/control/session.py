@@ -48,7 +48,9 @@ class Session:
         self.info, self.server, self.client, self.credentials = info, server, client, credentials
         self._timings = timings  # of a launch of few ranks
         self.users = 0
-        self.heartbeat = Heartbeat(info.rank, self.ask, timings.for_ranks(info.world_size))
+        self.heartbeat = Heartbeat(
+            info.rank, self.ask, timings.for_ranks(info.world_size), info.master_rank
+        )
         self.server_lost_at = 0.0
         self._closed = threading.Event()
         self._master: PeerProcess | None = None
@@ -73,7 +75,7 @@ class Session:
 
     def watch_master(self, peers: Sequence[Peer]) -> None:
         """Watch the process of rank 0, if it is among the peers."""
-        master = next((peer for peer in peers if peer.rank == 0), None)
+        master = next((peer for peer in peers if peer.rank == self.info.master_rank), None)
         if self._master is None and master is not None:
             self._master = PeerProcess(master)
 
@@ -145,7 +147,7 @@ class Session:
         except ServerLost:
             self._check_open()
             self.server_lost_at = self.server_lost_at or time.monotonic()
-            self.heartbeat.lost.setdefault(0, time.monotonic())
+            self.heartbeat.lost.setdefault(self.info.master_rank, time.monotonic())
             raise
 
     def _check_open(self) -> None:
@@ -199,8 +201,15 @@ class _ProcessSession:
         self.session: Session | None = None
         self.server: ControlServer | None = None
         self.num_coordinators = 0
-        self.location: _ServerLocation | None = None
+        self.location: ServerLocation | None = None
+        self.is_over_store = False
         self.token = secrets.token_bytes(8)
+
+    @property
+    def has_ended(self) -> bool:
+        """True once every rank has left."""
+        has_left = self.num_coordinators > 0 and self.session is None
+        return has_left and (self.server is None or self.server.is_over)
 
     def join(
         self,
@@ -239,7 +248,7 @@ class _ProcessSession:
             self.location = _locate_server_by_store(info, timeout_s)
         turn, scaled = self.num_coordinators, timings.for_ranks(info.world_size)
         credentials = Credentials(self._secret(info), info.launch_id, info.world_size, encrypts)
-        if info.rank == 0 and (self.server is None or not self.server.open(turn)):
+        if info.is_master and (self.server is None or not self.server.open(turn)):
             self.server = ControlServer(self._listener(info), credentials, scaled)
             self.server.open(turn)
         process = f"host {socket.gethostname()}, pid {os.getpid()}"
@@ -316,6 +325,18 @@ class _ProcessSessions:
         with self._lock:
             return self._sessions.setdefault((info.launch_id, info.rank), _ProcessSession())
 
+    def locate(self, info: LaunchInfo, location: ServerLocation) -> None:
+        """Have the rank's session use a server that was found in a store, not by a launch.
+
+        Nobody comes again to such a server: what is left of those that have ended is forgotten.
+        """
+        with self._lock:
+            for key, session in list(self._sessions.items()):
+                if session.is_over_store and session.has_ended:
+                    del self._sessions[key]
+        session = self.of(info)
+        session.location, session.is_over_store = location, True
+
     def drop(self) -> None:
         """Forget the sessions in a forked child, which is none of its parent's ranks.
 
@@ -333,8 +354,8 @@ os.register_at_fork(after_in_child=this_process.drop)
 
 
 @dataclass(frozen=True)
-class _ServerLocation:
-    """The address and secret of rank 0's server, where the launcher's own store has them.
+class ServerLocation:
+    """The address and secret of rank 0's server, where a store has them.
 
     listener: at rank 0, its socket.
     """
@@ -344,7 +365,7 @@ class _ServerLocation:
     listener: socket.socket | None
 
 
-def _locate_server_by_store(info: LaunchInfo, timeout_s: float) -> _ServerLocation:
+def _locate_server_by_store(info: LaunchInfo, timeout_s: float) -> ServerLocation:
     """Rank 0 listens beside the launcher's store, and stores there its address, and a secret if the
     launch has none."""
     from torch.distributed import TCPStore
@@ -359,7 +380,7 @@ def _locate_server_by_store(info: LaunchInfo, timeout_s: float) -> _ServerLocati
             drawn = b"" if has_secret else secrets.token_bytes(SECRET_NBYTES)
             store.set(key, json.dumps([*listener.getsockname()[:2], drawn.hex()]))
             secret = drawn or launch_secret(info)
-            return _ServerLocation((listener.family, listener.getsockname()), secret, listener)
+            return ServerLocation((listener.family, listener.getsockname()), secret, listener)
         host, port, text = json.loads(store.get(key))
     except RuntimeError as error:
         raise CoordinatorTimeout(
@@ -369,7 +390,7 @@ def _locate_server_by_store(info: LaunchInfo, timeout_s: float) -> _ServerLocati
         ) from error
     drawn = b"" if has_secret else bytes.fromhex(text)  # who alters the store draws none for us
     secret = drawn or launch_secret(info)
-    return _ServerLocation((family_of(host), (host, port)), secret, None)
+    return ServerLocation((family_of(host), (host, port)), secret, None)
 
 
 def _listener_next_to_store(info: LaunchInfo) -> socket.socket:

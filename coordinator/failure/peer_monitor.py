@@ -69,7 +69,7 @@ class PeerMonitor:
         self._by_rank = {peer.rank: peer for peer in peers}
         self._remote = {peer.rank: peer for peer in peers if peer.rank != me.rank}
         self._processes: dict[int, PeerProcess] = {}
-        self._timings = session.timings
+        self._timings, self._master = session.timings, session.info.master_rank
         self._since = time.monotonic()
         self._asked_at = 0.0
 
@@ -277,18 +277,18 @@ class PeerMonitor:
 
     def _network_failure(self, peer: Peer, silent_s: float) -> str:
         """A network failure between rank 0's host and the peer's, which rank 0 reports."""
-        hosts = (other.host for other in self.peers if other.rank == 0)
+        hosts = (other.host for other in self.peers if other.rank == self._master)
         here = f"{next(hosts, 'rank 0')} ({self.session.info.master_addr})"
         return link_state.network_failure(here, f"{peer.host} ({peer.address})", silent_s)
 
     def _observe_without_server(self, rank: int) -> ObservedRank | None:
-        if rank == 0:
+        if rank == self._master:
             if self.session.server_lost_at:
                 return ObservedRank(self._remote[rank], "it does not answer: gone")
             is_cut_off = bool(self.session.client.network_failure())
             reason = FailureReason.UNREACHABLE if is_cut_off else None
             return ObservedRank(self._remote[rank], self.session.describe_silence(), None, reason)
-        if 0 in self._remote:
+        if self._master in self._remote:
             return None  # rank 0 is to blame, as far as we can see
         return ObservedRank(self._remote[rank], "unknown, for rank 0 does not answer")
 
@@ -299,7 +299,9 @@ class PeerMonitor:
         """
         membership = self.unwell(self._timings.last_answer_s)
         if membership is None:
-            master = self._observe_without_server(0) if 0 in self._remote else None
+            if self._master not in self._remote:
+                return []
+            master = self._observe_without_server(self._master)
             return [master] if master is not None else []
         reports = [(peer, membership.get(rank)) for rank, peer in self._remote.items()]
         observed = [self.observe_report(peer, report) for peer, report in reports if report]

@@ -157,7 +157,7 @@ class FailureScan:
         dead_s = time.monotonic() - dead_at
         is_lost = report is not None and report.lost_s >= 0
         # Else it may have left before: rank 0 answers for reports_s what it knew before that.
-        is_known = self._known_at > dead_at + self._timings.reports_s or peer.rank == 0
+        is_known = self._known_at > dead_at + self._timings.reports_s or self._is_master(peer)
         patience_s = self._timings.exit_notice_s if is_known else self._timings.master_silent_s
         if not is_lost and dead_s < patience_s:
             return None
@@ -190,9 +190,12 @@ class FailureScan:
         observed = self.monitor.observe_report(peer, report)
         return None if observed.reason is FailureReason.EXITED else observed  # it may come back
 
+    def _is_master(self, peer: Peer) -> bool:
+        return peer.rank == self.monitor.session.info.master_rank
+
     def _silent_master(self, peer: Peer) -> ObservedRank | None:
         silent_s = time.monotonic() - self._answered_at
-        if peer.rank != 0 or silent_s < self._timings.master_silent_s:
+        if not self._is_master(peer) or silent_s < self._timings.master_silent_s:
             return None
         failure = self.monitor.session.client.network_failure()
         state = failure or f"has not answered for {silent_s:.0f} s: suspended, stuck or busy"

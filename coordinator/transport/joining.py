@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import coordinator._node_shm as _node_shm
@@ -45,12 +45,14 @@ def join_group(
     members: Sequence[int],
     parent: FailureDetector | None,
     pending: PendingCall,
+    check: Callable[[], None],
 ) -> Group:
     """Meet the members (ranks of the launch), and connect to them. Collective.
 
-    parent: of a group that has all of them, if there is one. pending: the call of this.
+    parent: of a group that has all of them, if there is one. pending: the call of this. check: as
+    in Coordinator.split.
     """
-    joining = _Joining(key, session, members, parent, pending)
+    joining = _Joining(key, session, members, parent, pending, check)
     try:
         return joining.join(me)
     except BaseException:
@@ -73,12 +75,13 @@ class _Joining:
         members: Sequence[int],
         parent: FailureDetector | None,
         pending: PendingCall,
+        check: Callable[[], None],
     ) -> None:
         self.key, self.session, self.pending = key, session, pending
         self.rank = members.index(session.info.rank)
         self.size = len(members)
         self.is_launch = parent is None  # and no part of one
-        self.rendezvous = Rendezvous(key, session, members, parent, pending)
+        self.rendezvous = Rendezvous(key, session, members, parent, pending, check)
         self.peers: dict[int, Peer] = {}  # by place
         self.shm_domain: list[int] = []
         self.detector: FailureDetector | None = None

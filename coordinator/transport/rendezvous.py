@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from coordinator.call_site import PendingCall
@@ -15,7 +15,7 @@ from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
 from coordinator.failure.detector import FailureDetector
 from coordinator.failure.group_failure import GroupFailure
 from coordinator.waiting_notice import WaitingNotice
-from launcher import NoMessage
+from launcher import NoMessage, noop
 
 SAME_GROUP = "All members of a group must make the call that makes it, with the same ranks."
 
@@ -34,8 +34,10 @@ class Rendezvous:
         members: Sequence[int],
         parent: FailureDetector | None,
         pending: PendingCall,
+        check: Callable[[], None] = noop,
     ) -> None:
         self._key, self._session, self._members = key, session, members
+        self._check_more = check
         self._parent, self._pending = parent, pending
         self._timings = session.timings
         self._rank = session.info.rank
@@ -93,7 +95,8 @@ class Rendezvous:
         return f"ranks {missing} of {info.world_size} at {where}; ranks seen: {seen}"
 
     def check_lost(self) -> None:
-        """Raise if a member is dead, or has left."""
+        """Raise if a member is dead or has left, or what the caller knows besides."""
+        self._check_more()
         if self._parent is not None:
             self._parent.check_members(self._members, self._pending)
         if time.monotonic() > self._refresh_at:

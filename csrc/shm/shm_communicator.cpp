@@ -77,8 +77,6 @@ Options read_options(const comm_init_args& args, std::unique_ptr<PluginError>& i
             options.stores = Stores::ordinary;
         else if (text == "stores=streaming")
             options.stores = Stores::streaming;
-        else if (text == "stacks=unread")
-            options.stack_patience = std::chrono::milliseconds::zero();
         else if (text.compare(0, instructions.size(), instructions) != 0 ||
                  !find_instructions(text.c_str() + instructions.size(), &options.instructions))
             invalid = std::make_unique<PluginError>(PluginError{

@@ -78,11 +78,17 @@ def refused(make, text):
     else:
         raise AssertionError("not refused: " + text)
 
-def check_refusals(info):
-    store = TCPStore(info.master_addr, 29633, info.world_size, info.rank == 0)
-    over_store = lambda: Communicator.over(store, info.rank, info.world_size, timeout_s=60)
-    refused(over_store, "store, which does not encrypt")
+def check_refusals():
     refused(lambda: Coordinator(timeout_s=60, transport="gloo"), "gloo does not encrypt")
+
+def use_over_a_store(info):
+    # Its ranks share the secret of their launch, which never was in the store.
+    store = TCPStore(info.master_addr, 29633, info.world_size, info.rank == 0)
+    with Communicator.over(store, info.rank, info.world_size, timeout_s=60) as comm:
+        assert comm.coor.encrypts
+        words = tensor_of(text("encrypted", "in a store", 0))
+        comm.allreduce(words if info.rank == 0 else torch.zeros_like(words))
+        comm.barrier()
 
 def rank(info):
     code = 1
@@ -94,7 +100,8 @@ def rank(info):
             os.environ["DRUMLINE_SECRET"] = sys.argv[1]
             os.environ["DRUMLINE_ENCRYPT"] = "1" if run == "encrypted" else "0"
             use(run, info.rank)
-        check_refusals(info)
+        check_refusals()
+        use_over_a_store(info)
         code = 0
     finally:
         os._exit(code)

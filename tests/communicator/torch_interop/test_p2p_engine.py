@@ -23,7 +23,7 @@ from communicator.torch_interop.p2p_engine import (
     _header,
     _Packet,
 )
-from communicator.torch_interop.store_coordinator import StoreCoordinator
+from coordinator import Coordinator
 
 WORLD = 3
 LARGE = 300_000
@@ -37,7 +37,7 @@ def engines(request):
         store, found = HashStore(), {}
 
         def rank_of(rank):
-            coor = StoreCoordinator(store, rank, WORLD, 20.0)
+            coor = Coordinator.over(store, rank, WORLD, timeout_s=20.0)
             comm = Communicator(coor, "shm") if request.param == "shm" else None
             streams = comm.streams if comm else TcpStreams(coor.connections())
             engine = P2PEngine(coor, streams).all_ranks
@@ -47,6 +47,7 @@ def engines(request):
                 found[rank] = error
             engine.close()
             (comm or streams).close()
+            coor.close()
 
         threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(WORLD)]
         for thread in threads:
@@ -69,7 +70,7 @@ def pair_of(engine):
         peers=[engine.peers[number] for number in ranks],
         timeout_s=20.0,
         rank_name=lambda rank=None: f"rank {engine.rank if rank is None else ranks[rank]}",
-        info=SimpleNamespace(launch_id="pair"),
+        number=7,
     )
     return engine.engine.open_group(coor, ranks)
 
