@@ -128,7 +128,7 @@ class Endpoint:
         options: Mapping[str, Any],
     ) -> Endpoint:
         """Raises DrumlineError for what cannot be served; the arguments are those of serve()."""
-        _import_uvicorn()
+        _check_packages()
         key = _read_key(host, key_file)
         length = _length(model_path, max_length, options)
         tokenizer = read_model_tokenizer(model_path, **options)
@@ -222,32 +222,32 @@ def _length(model_path: str, max_length: int | None, options: Mapping[str, Any])
     return max_length or min(most, DEFAULT_MAX_LENGTH)
 
 
-def _import_uvicorn() -> Any:
+def _check_packages() -> None:
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
-        import uvicorn
+
+        import drumline.contact.uvicorn_api  # noqa: F401
     except ImportError as error:
         raise DrumlineError(
             f"rank 0: `drumline serve` needs packages that are not installed ({error}); "
             "`pip install 'drumline[serve]'`."
         ) from error
-    return uvicorn
 
 
 def serve_requests(service: Any, endpoint: Endpoint, log_requests: bool) -> None:
     """Listen and answer until SIGINT, SIGTERM or service.failure, which is raised."""
+    from drumline.contact import uvicorn_api
     from drumline.serving.app import application
 
     if log_requests:
         logging.getLogger("drumline.requests").setLevel(logging.INFO)
     with contextlib.closing(service):
         app, listener = application(service, endpoint.key), endpoint.listener
-        server = _import_uvicorn().Server(uvicorn_config(app, service.limits))
+        server = uvicorn_api.server(uvicorn_config(app, service.limits))
         listener.listen(BACKLOG)
         host, port = listener.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
-        server.capture_signals = contextlib.nullcontext  # uvicorn's own raises the signal again
         with handling_signals(server.handle_exit), _monitored(service, server):
             print(f"serving {service.name} at http://{host}:{port}/v1", flush=True)
             server.run(sockets=[listener])
@@ -257,17 +257,16 @@ def serve_requests(service: Any, endpoint: Endpoint, log_requests: bool) -> None
 
 def uvicorn_config(app: Any, limits: ServingLimits) -> Any:
     """The settings of uvicorn: with few connections, so that descriptors are left for the model."""
+    from drumline.contact import uvicorn_api
     from drumline.serving.connection import LimitedConnection
 
     num_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     num_busy = limits.max_running + limits.max_waiting
     max_connections = min(num_busy + MAX_WAITING_CONNECTIONS, num_descriptors // 2)
-    return _import_uvicorn().Config(
+    return uvicorn_api.config(
         app,
-        http=functools.partial(LimitedConnection, max_connections=max_connections),
-        ws="none",
+        functools.partial(LimitedConnection, max_connections=max_connections),
         backlog=BACKLOG,
-        lifespan="off",
         log_level="error",  # what strangers send is not worth a line
         access_log=False,
         timeout_graceful_shutdown=timings.TIMINGS.drain_s + timings.TIMINGS.notify_s,

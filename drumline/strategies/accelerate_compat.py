@@ -13,11 +13,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import accelerate
-import accelerate.utils
-
 import launcher
 from coordinator import Coordinator
+from drumline.contact import accelerate_api
 from drumline.core.device_map import DeviceMap, Place
 from drumline.planner.memory import cluster_memory, limit_memory
 from drumline.planner.model_profile import profile_model
@@ -38,14 +36,9 @@ SUPPORTED_OPTIONS = {
 and a checkpoint has to have what the model has."""
 
 
-def _accelerate_function(name: str) -> Any:
-    """A function of Accelerate."""
-    return getattr(accelerate.utils, name, None) or getattr(accelerate, name)
-
-
 def _with_accelerate_signature(function: Function) -> Function:
     """With the signature that the installed Accelerate has."""
-    signature = inspect.signature(_accelerate_function(function.__name__))
+    signature = inspect.signature(accelerate_api.function(function.__name__))
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function
 
@@ -63,7 +56,7 @@ def get_max_memory(max_memory: Any = None) -> Any:
         return cluster_memory(max_memory)
     if _has_places(max_memory):
         return _as_free_nbytes(max_memory)
-    return _accelerate_function("get_max_memory")(max_memory)
+    return accelerate_api.function("get_max_memory")(max_memory)
 
 
 @_with_accelerate_signature
@@ -74,7 +67,7 @@ def get_balanced_memory(*args: Any, **kwargs: Any) -> Any:
             "get_balanced_memory is given places of several ranks, which Accelerate does not know; "
             'leave it out: drumline.plan and drumline.load spread evenly with "auto".'
         )
-    return _accelerate_function("get_balanced_memory")(*args, **kwargs)
+    return accelerate_api.function("get_balanced_memory")(*args, **kwargs)
 
 
 @_with_accelerate_signature
@@ -86,7 +79,7 @@ def infer_auto_device_map(model: Any, *args: Any, **kwargs: Any) -> Any:
     cannot be.
     """
     if not any(map(_has_places, [*args, *kwargs.values()])):
-        return _accelerate_function("infer_auto_device_map")(model, *args, **kwargs)
+        return accelerate_api.function("infer_auto_device_map")(model, *args, **kwargs)
     supported = {"model", "max_memory", "no_split_module_classes", "clean_result"}
     arguments = _named_arguments(infer_auto_device_map, supported, model, *args, **kwargs)
     return plan(
@@ -114,7 +107,7 @@ def dispatch_model(model: Any, device_map: Any, *args: Any, **kwargs: Any) -> An
     `drumline.load` does: the master has the model, and the others serve.
     """
     if not _is_over_ranks(device_map):
-        return _accelerate_function("dispatch_model")(model, device_map, *args, **kwargs)
+        return accelerate_api.function("dispatch_model")(model, device_map, *args, **kwargs)
     supported = {"model", "device_map", *SUPPORTED_OPTIONS}
     arguments = _named_arguments(dispatch_model, supported, model, device_map, *args, **kwargs)
     return dispatch(model, device_map, offload_dir=arguments.get("offload_dir"))
@@ -131,7 +124,7 @@ def load_checkpoint_and_dispatch(
     safetensors checkpoint only; a transformers model is loaded by `drumline.load`.
     """
     if device_map is None or not _is_over_ranks(device_map):
-        return _accelerate_function("load_checkpoint_and_dispatch")(
+        return accelerate_api.function("load_checkpoint_and_dispatch")(
             model, checkpoint, device_map, *args, **kwargs
         )
     own = {"model", "checkpoint", "device_map", "max_memory", "no_split_module_classes", "dtype"}

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from coordinator import Coordinator
@@ -20,6 +19,7 @@ from drumline.checkpoint.safetensors_index import read_index
 from drumline.checkpoint.shard_plan import whole_tensor
 from drumline.checkpoint.source import CheckpointFiles, share_index
 from drumline.checkpoint.weight_map import WeightMap
+from drumline.contact import safetensors_api
 from drumline.core.consistency import check_same_on_all_ranks, run_on_all_ranks
 from drumline.core.device_map import DeviceMap, ModelProfile, Place
 from drumline.errors import PlanError, short_traceback
@@ -146,7 +146,8 @@ def _write_to_disk(model: nn.Module, name: str, folder: Path, rank: int) -> Disk
     tensors = dict(model_tensors.named_tensors(model.get_submodule(name)))
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}.rank{rank}.safetensors"
-    save_file({key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}, file)
+    on_cpu = {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}
+    safetensors_api.write_file(on_cpu, file)
     files = CheckpointFiles(file, read_index(file), [0])
     pieces = {key: whole_tensor(key, tensor.shape) for key, tensor in tensors.items()}
     dtypes = {key: tensor.dtype for key, tensor in tensors.items()}

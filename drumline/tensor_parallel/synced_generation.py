@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 from transformers.generation import stopping_criteria as stopping
 
+from drumline.contact import safetensors_api
 from drumline.core.group_monitor import GroupMonitor
 from drumline.errors import DrumlineError
 from drumline.tensor_parallel.dropout_rng import has_process_per_rank
@@ -78,7 +78,8 @@ class _SampleOnFirstRank(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.monitor.broadcast(b"")  # the others wait for it
                 raise
             results = samples if isinstance(samples, (tuple, list)) else [samples]
-            self.monitor.broadcast(save({str(n): x.contiguous() for n, x in enumerate(results)}))
+            contiguous = {str(n): x.contiguous() for n, x in enumerate(results)}
+            self.monitor.broadcast(safetensors_api.to_bytes(contiguous))
             return samples
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         data = self.monitor.broadcast(b"")
@@ -87,7 +88,7 @@ class _SampleOnFirstRank(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"rank {self.monitor.coor.rank}: sampling failed on the first rank, so no "
                 "rank has a token; the error of that rank says why."
             )
-        tensors = load(data)
+        tensors = safetensors_api.from_bytes(data)
         where = inputs[0].device if inputs else torch.device("cpu")
         values = [tensors[str(n)].to(where) for n in range(len(tensors))]
         if func._schema.is_mutable:

@@ -1,0 +1,36 @@
+"""All that drumline takes from the package safetensors; its files are read without it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load, save, save_file
+
+READ_IN = "0.8.0"
+"""The release in which every name below was read; all are public."""
+
+NAMES: dict[str, tuple[str, str]] = {
+    "load": ("tensors that came as bytes from another rank", READ_IN),
+    "save": ("tensors as bytes, for other ranks", READ_IN),
+    "save_file": ("weights that are offloaded to disk", READ_IN),
+}
+"""Each name that is taken: why, and where it was read."""
+
+
+def to_bytes(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Contiguous tensors with their names, dtypes and shapes."""
+    data: bytes = save(dict(tensors))
+    return data
+
+
+def from_bytes(data: bytes) -> dict[str, torch.Tensor]:
+    """The tensors of to_bytes, in new memory, on the CPU."""
+    tensors: dict[str, torch.Tensor] = load(data)
+    return tensors
+
+
+def write_file(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write contiguous tensors of the CPU into a file."""
+    save_file(dict(tensors), path)
