@@ -8,10 +8,11 @@ Low-Rank Adaptation: arXiv 2106.09685, equation 3. The sums are those of peft's 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import nn
 
 from communicator import dtype_info
 from coordinator import Coordinator
+from drumline.checkpoint.headers.file_bounds import ADAPTER, FieldError
 from drumline.checkpoint.json_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -47,6 +49,52 @@ UNSUPPORTED = (
     "arrow_config",
 )
 """Fields of adapter_config.json that change what a weight becomes, or which there are."""
+DEFAULTS = {"r": 8, "lora_alpha": 8}
+"""Values of peft's LoraConfig."""
+PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
+"""Fields of adapter_config.json, and the fields whose values they have for some modules."""
+PIECE = r"\\[.dw]|\[\^?[\w.-]+\]|[\w.-]"
+PATTERN_TOKEN = re.compile(
+    rf"(?:{PIECE})(?P<repeat>[*+?]?)|(?P<group>\((?:\?:)?(?:{PIECE}|\|)*\))|[\^$]"
+)
+"""Parts of a pattern of names: a letter or class, repeated or not; a choice of words; an anchor."""
+MAX_PATTERN_CHARS = 1000
+MAX_MATCH_STEPS = 1_000_000_000
+"""Of all patterns with all names, as they are counted here: about a second."""
+
+
+def num_match_steps(pattern: str, length: int) -> int:
+    """An upper bound of the steps in which `re` matches a pattern with a name of a length.
+
+    Raises FieldError for a pattern in which what repeats is repeated, or looks around: the steps
+    may double with every letter.
+    """
+    if len(pattern) > MAX_PATTERN_CHARS:
+        raise FieldError(f"{pattern!r:.99} is longer than {MAX_PATTERN_CHARS} letters")
+    ways, steps, at = length + 1, 0, 0  # the name may end with the pattern
+    while at < len(pattern) and steps <= MAX_MATCH_STEPS:
+        token = PATTERN_TOKEN.match(pattern, at)
+        if token is None:
+            raise FieldError(f"{pattern!r:.99} is no plain pattern of names, at letter {at}")
+        if group := token["group"]:
+            ways *= group.count("|") + 1
+        elif repeat := token["repeat"]:
+            ways *= 2 if repeat == "?" else length + 1
+        steps, at = steps + ways, token.end()
+    return steps
+
+
+def _is_named(module: str, targets: Sequence[Any]) -> bool:
+    """True if peft takes the module for one of its targets, which are names or their ends."""
+    return any(f".{module}".endswith(f".{target}") for target in targets)
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """The pattern as peft's get_pattern_key has it, for fullmatch()."""
+    try:
+        return re.compile(rf"(.*\.)?({pattern})")
+    except re.error as error:
+        raise FieldError(f"{pattern!r:.99} is no pattern ({error})") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,14 +175,23 @@ class LoraAdapter:
         index: Index,
     ) -> MergedWeight:
         module_name = name.removesuffix(".weight")
+        targets = self.settings.get("target_modules")
+        if isinstance(targets, list) and not _is_named(module_name, targets):
+            raise self._error(f"has an update of {name}, which its target_modules do not name")
         module = model.get_submodule(module_name)
         shape = tuple(model.get_parameter(name).shape)
         # transformers' Conv1D multiplies from the right; so does an embedding, for peft.
         is_transposed = type(module).__name__ == "Conv1D" or isinstance(module, nn.Embedding)
         b, a = pair.get("B"), pair.get("A")
-        product = (*b.shape[:-1], *a.shape[1:]) if a and b else ()
-        if not a or not b or product != (shape[::-1] if is_transposed else shape):
-            raise self._error(f"has no A and B whose product is an update of {name} {list(shape)}")
+        if not a or not b:
+            raise self._error(f"has not both lora_A and lora_B of {name}")
+        r = self._rank(module_name)
+        columns, rows = shape if is_transposed else shape[::-1]
+        if a.shape != (r, columns) or b.shape != (rows, r):
+            raise self._error(
+                f"has lora_A {list(a.shape)} and lora_B {list(b.shape)} for {name} {list(shape)}, "
+                f"where r={r} makes them {[r, columns]} and {[rows, r]}"
+            )
         first = index[base[0].key]
         return MergedWeight(
             first.file,
@@ -144,23 +201,68 @@ class LoraAdapter:
             base=base,
             index=index,
             factors=(b, a),
-            scaling=self._scaling(module_name, a.shape[0]),
+            scaling=self._scaling(module_name, r),
             is_transposed=is_transposed,
         )
 
+    def _rank(self, module: str) -> int:
+        return int(self._setting("rank_pattern", module, "r"))
+
     def _scaling(self, module: str, r: int) -> float:
         """alpha/r, or alpha/sqrt(r) of rsLoRA (arXiv 2312.03732)."""
-        by_module: Mapping[str, float] = self.settings.get("alpha_pattern") or {}
-        patterns = [p for p in by_module if re.fullmatch(rf"(.*\.)?({p})", module)]
-        alpha = by_module[patterns[0]] if patterns else self.settings.get("lora_alpha", 8)
-        return float(alpha) / (math.sqrt(r) if self.settings.get("use_rslora") else r)
+        alpha = float(self._setting("alpha_pattern", module, "lora_alpha"))
+        return alpha / (math.sqrt(r) if self.settings.get("use_rslora") else r)
+
+    def _setting(self, patterns: str, module: str, otherwise: str) -> Any:
+        """The value of the first pattern that the module's name ends with, as peft matches it."""
+        for pattern, value in self._compiled_patterns[patterns]:
+            if pattern.fullmatch(module):
+                return value
+        return self.settings.get(otherwise, DEFAULTS[otherwise])
+
+    @functools.cached_property
+    def _compiled_patterns(self) -> dict[str, list[tuple[re.Pattern[str], Any]]]:
+        return {
+            name: [(_compiled(p), value) for p, value in (self.settings.get(name) or {}).items()]
+            for name in PATTERNS
+        }
 
     def check_settings(self) -> None:
-        """Raise CheckpointError for an adapter that is more than low-rank updates of weights."""
+        """Raise CheckpointError for an adapter that is more than low-rank updates of weights.
+
+        Also for settings that no adapter can have.
+        """
         kind = self.settings.get("peft_type")
         surplus = [name for name in UNSUPPORTED if self.settings.get(name)]
         if kind != "LORA" or surplus:
-            raise self._error(f"is an adapter of the kind {' '.join([str(kind), *surplus])}")
+            raise self._error(f"is an adapter of the kind {' '.join([str(kind), *surplus]):.200}")
+        try:
+            self._check_numbers()
+            _ = self._compiled_patterns
+        except FieldError as error:
+            raise CheckpointError(
+                f"{self.files.path.with_name(ADAPTER_CONFIG)}: {error}, so the scaling of the "
+                f"adapter is unknown; copy it again, or {MERGE_ADAPTER}."
+            ) from error
+
+    def _check_numbers(self) -> None:
+        for name, default in DEFAULTS.items():
+            ADAPTER[name].check(self.settings.get(name, default))
+        if self.settings.get("use_rslora") not in (None, False, True):
+            raise FieldError(
+                f"use_rslora={self.settings['use_rslora']!r:.60} is neither true nor false"
+            )
+        longest = max(map(len, self.files.index), default=0)
+        num_modules, num_steps = len(self.files.index) // 2 + 1, 0
+        for name, field in PATTERNS.items():
+            by_pattern = self.settings.get(name) or {}
+            if not isinstance(by_pattern, dict):
+                raise FieldError(f"{name}={by_pattern!r:.60} is no object")
+            for pattern, value in by_pattern.items():
+                ADAPTER[field].check(value, f"{name}[{pattern!r:.60}]")
+                num_steps += num_modules * num_match_steps(pattern, longest)
+                if num_steps > MAX_MATCH_STEPS:
+                    raise FieldError(f"{name} takes too long to match, up to {pattern!r:.60}")
 
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import time
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers.pytorch_utils import Conv1D
 
 import drumline
 from coordinator import Coordinator
 from drumline import CheckpointError
+from drumline.checkpoint.json_files import read_json
+from drumline.checkpoint.safetensors_index import StoredTensor, read_index
+from drumline.checkpoint.shard_plan import whole_tensor
+from drumline.checkpoint.source import CheckpointFiles
+from drumline.weight_formats.lora_adapter import LoraAdapter, MergedWeight
 from tests.drumline.checkpoint.test_copy_check import change_byte
 from tests.drumline.conftest import GPT2
 
@@ -254,3 +260,130 @@ def test_peft_makes_the_same_tokens(checkpoints, on_master, tmp_path):
     assert found == greedy(live)
     merged = live.merge_and_unload()
     assert all(torch.equal(own[name], merged.get_parameter(name)) for name in own)
+
+
+BOMB = {"(([a-z_.0-9]+)+)+!": 8}
+NUMBERS = ["4", None, [4], True, 0, -4, 1 << 60, 10**400, 4.5, float("nan"), float("inf"), 1e400]
+LIES = [
+    *[({"r": r}, "r=") for r in NUMBERS],
+    *[({"rank_pattern": {"q_proj": r}}, "rank_pattern") for r in (0, "4", 1 << 60)],
+    *[
+        ({"lora_alpha": alpha}, "lora_alpha=")
+        for alpha in NUMBERS
+        if alpha not in (0, -4, 4.5)  # which are numbers like any other
+    ],
+    *[({"alpha_pattern": {"q_proj": alpha}}, "alpha_pattern") for alpha in ("x", float("nan"))],
+    ({"r": 8}, "r=8 makes them"),
+    ({"r": 2}, "r=2 makes them"),
+    ({"rank_pattern": {"q_proj": 3}}, "r=3 makes them"),
+    ({"alpha_pattern": BOMB}, "alpha_pattern|no plain pattern"),
+    ({"rank_pattern": BOMB}, "rank_pattern|no plain pattern"),
+    ({"alpha_pattern": {".*.*.*.*.*.*!": 8}}, "alpha_pattern takes too long"),
+    ({"alpha_pattern": {"a?!": 8}}, "no plain pattern"),
+    ({"alpha_pattern": {"a?" * 60: 8}}, "alpha_pattern takes too long"),
+    ({"alpha_pattern": {"(": 8}}, "no plain pattern"),
+    ({"alpha_pattern": {"[z-a]": 8}}, "is no pattern"),
+    ({"alpha_pattern": {"(?=a)": 8}}, "no plain pattern"),
+    ({"alpha_pattern": {"a" * 2000: 8}}, "longer than"),
+    ({"alpha_pattern": {f"a{number}.*.*": 8 for number in range(9999)}}, "takes too long"),
+    ({"alpha_pattern": [["q_proj", 8]]}, "alpha_pattern=.*is no object"),
+    ({"use_rslora": "false"}, "use_rslora='false'"),
+    ({"target_modules": ["v_proj"]}, "q_proj.weight, which its target_modules do not name"),
+]
+
+
+@pytest.fixture
+def adapter_of(checkpoints, tmp_path):
+    """Make an adapter with these settings, and read it as load() does, on one rank."""
+    plain, _ = checkpoints.llama()
+    index = {}
+    for name, parameter in plain.named_parameters():
+        index[name] = StoredTensor("model.safetensors", 0, "F32", tuple(parameter.shape))
+    sources = {name: whole_tensor(name, stored.shape) for name, stored in index.items()}
+
+    def merged(settings, targets=("q_proj", "v_proj"), change=lambda tensors: None):
+        folder = tmp_path / "adapter"
+        make_adapter(folder, plain, targets)
+        content = {**read_json(folder / "adapter_config.json"), **settings}
+        (folder / "adapter_config.json").write_text(json.dumps(content))
+        tensors = load_file(folder / "adapter_model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "adapter_model.safetensors")
+        file = folder / "adapter_model.safetensors"
+        files = CheckpointFiles(file, read_index(file), [0])
+        adapter = LoraAdapter(files, read_json(folder / "adapter_config.json"))
+        adapter.check_settings()
+        return adapter.merged(plain, sources, index, torch.float32)
+
+    return merged
+
+
+@pytest.mark.parametrize(("settings", "problem"), LIES)
+def test_settings_that_lie_are_named_within_a_second(adapter_of, settings, problem):
+    """r was not compared with the factors, alpha made NaN of a model, and a pattern hung load()."""
+    start = time.process_time()
+    with pytest.raises(CheckpointError, match=rf"adapter_.*({problem})"):
+        adapter_of(settings)
+    assert time.process_time() - start < 1
+
+
+QUERY = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+FACTORS = {
+    "no rows": {"A": (0, 32), "B": (32, 0)},
+    "less rows": {"A": (3, 32), "B": (32, 3)},
+    "another inner size": {"A": (4, 32), "B": (32, 3)},
+    "less columns": {"A": (4, 31), "B": (32, 4)},
+    "turned": {"A": (32, 4), "B": (4, 32)},
+    "three dims": {"A": (4, 32, 1), "B": (32, 4)},
+    "no B": {"A": (4, 32)},
+    "no A": {"B": (32, 4)},
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_factors_of_other_shapes_are_named(adapter_of, name):
+    """The inner size was not compared, and came to an error of torch as the weights were read."""
+
+    def change(tensors):
+        for letter in "AB":
+            del tensors[QUERY.format(letter)]
+        for letter, shape in FACTORS[name].items():
+            tensors[QUERY.format(letter)] = torch.zeros(shape)
+
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.q_proj\.weight"):
+        adapter_of({}, change=change)
+
+
+PATTERNS = [
+    *(
+        "q_proj",
+        "self_attn.q_proj",
+        r"layers\.[0-9]+\.self_attn\.q_proj",
+        "proj",
+        ".*q_proj",
+        "nothing",
+    ),
+    *(
+        "layers.(0|1|2).self_attn.(q|v)_proj",
+        r"^model\.layers\.\d\.self_attn\.q_proj$",
+        "[qv]_proj",
+    ),
+    *("^q_proj", "q.proj", "(?:q|v)_proj", ".*attn.*", r"layers\.([0-2]|5)\..*_proj", "l?q_proj"),
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_name_the_modules_that_peft_takes_them_for(adapter_of, pattern):
+    key = pytest.importorskip("peft.utils.other").get_pattern_key
+    _, index = adapter_of({"alpha_pattern": {pattern: 3}, "lora_alpha": 9})
+    scalings = {n: w.scaling for n, w in index.items() if isinstance(w, MergedWeight)}
+    assert len(scalings) == 12
+    for name, scaling in scalings.items():
+        module = name.partition(".weight")[0]
+        assert scaling == (3 if key([pattern], module) == pattern != module else 9) / 4, name
+
+
+def test_one_pattern_for_each_module_is_taken(adapter_of, checkpoints):
+    """As peft writes it for adapters whose ranks differ."""
+    names = [name for name, _ in checkpoints.llama()[0].named_modules() if "_proj" in name]
+    adapter_of({"r": 1, "rank_pattern": dict.fromkeys(names, 4)})
