@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import transformers
 from transformers import dynamic_module_utils
 
+from drumline.checkpoint.headers.file_bounds import CONFIG, MAX_LAYERS, FieldError
 from drumline.checkpoint.headers.gguf_header import read_gguf_header
 from drumline.checkpoint.json_files import check_has_config, check_regular_files, read_json
 from drumline.checkpoint.safetensors_index import Index, read_index
 from drumline.errors import CheckpointError
 
-MAX_SHARED_LAYERS = 1000
-"""More layers than any model has that uses the tensors of one layer for many, as ALBERT does."""
 LAYER_COUNT_SUFFIXES = (
     "num_layers",
     "hidden_layers",
@@ -29,8 +28,6 @@ LAYER_COUNT_SUFFIXES = (
     "depth",
 )
 """Endings of the names of fields that hold a number of layers."""
-MAX_LABELS = 100_000
-"""Of a classifier; transformers makes two names for each while it reads the config."""
 
 
 def read_config(
@@ -46,7 +43,7 @@ def read_config(
     check_has_config(folder, adapter)
     content = read_json(folder / "config.json")
     _check_no_pickles(folder, content)
-    _check_counts(folder, content, read_index(folder))
+    _check_numbers(folder, content, read_index(folder))
     try:
         return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # each kind of config checks its fields in a way of its own
@@ -134,23 +131,29 @@ def read_generation_config(path: str | Path) -> Any:
         ) from error
 
 
-def _check_counts(folder: Path, content: Mapping[str, Any], index: Index) -> None:
-    """Raise for more layers than there are tensors, or labels than any model has.
+def _check_numbers(folder: Path, content: Mapping[str, Any], index: Index) -> None:
+    """Raise for numbers that no model has, and for more layers than there are tensors.
 
-    To make them would take hours and all memory, for nothing.
+    To make so many would take hours and all memory, for nothing.
     """
-    most = max(len(index), MAX_SHARED_LAYERS)
-    for name, count in _all_fields(content):
-        is_layers = name.endswith(LAYER_COUNT_SUFFIXES)
-        limit = most if is_layers else MAX_LABELS if name == "num_labels" else math.inf
-        if type(count) is int and count > limit:
-            why = (
-                f"the files hold {len(index)} tensors" if is_layers else f"at most {limit} are read"
-            )
+    most = max(len(index), MAX_LAYERS)
+    for name, value in _all_fields(content):
+        if type(value) not in (int, float):  # null, or of a kind that transformers will refuse
+            continue
+        if name.endswith(LAYER_COUNT_SUFFIXES) and value > most:
             raise CheckpointError(
-                f"{folder}/config.json has {name}={count!r:.20}, but {why}. Take the config.json "
-                "that was saved with these files."
+                f"{folder}/config.json has {name}={value!r:.20}, but the files hold {len(index)} "
+                "tensors. Take the config.json that was saved with these files."
             )
+        bound = CONFIG.get(name) or CONFIG.get(name.rpartition("_")[2])
+        try:
+            if bound:
+                replace(bound, name=name).check(value)
+        except FieldError as error:
+            raise CheckpointError(
+                f"{folder}/config.json has {error}. Take the config.json that was saved with "
+                "these files."
+            ) from error
 
 
 def _all_fields(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

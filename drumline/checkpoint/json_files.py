@@ -77,11 +77,21 @@ def check_has_config(folder: Path, adapter: str | Path | None = None) -> None:
         )
 
 
+def distinct_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, in which no name has two values: readers differ in which one they take."""
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in fields and fields[name] != value:
+            raise ValueError(f"{name:.99} appears twice in it")
+        fields[name] = value
+    return fields
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """The JSON object that is all of a file."""
     try:
         check_regular_file(file)
-        content = json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes(), object_pairs_hook=distinct_fields)
         if not isinstance(content, dict):
             raise ValueError(f"it is a {type(content).__name__}")
     except (OSError, ValueError, RecursionError) as error:

@@ -23,14 +23,18 @@ from typing import Any, NamedTuple
 import torch
 
 from communicator import DTYPES
-from drumline.checkpoint.json_files import ADAPTER_FILE, check_regular_file, read_json
+from drumline.checkpoint.headers.file_bounds import SAFETENSORS
+from drumline.checkpoint.json_files import (
+    ADAPTER_FILE,
+    check_regular_file,
+    distinct_fields,
+    read_json,
+)
 from drumline.core.shards import Region
 from drumline.errors import CheckpointError
 from launcher import linux
 
 TORCH_DTYPES = {info.safetensors: info.torch for info in DTYPES if info.safetensors}
-MAX_HEADER = 100_000_000
-"""The format's own limit."""
 GIT_LFS_POINTER = int.from_bytes(b"version ", "little")  # what such a file begins with
 CHOSEN_FIRST = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -38,8 +42,6 @@ LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "tm
 """Those whose files are mapped: elsewhere a page that cannot be had ends the process."""
 MAP_NORESERVE = 0x4000
 """As in mmap(2); Python has it from 3.13 on."""
-MAX_DIMS = 64
-"""Of a tensor that torch reduces (dim_bitset_size in ATen/WrapDimUtilsMulti.h)."""
 
 
 class FileState(NamedTuple):
@@ -179,9 +181,8 @@ def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length == GIT_LFS_POINTER:
                 raise ValueError("a pointer of git-lfs stands in its place: `git lfs pull`")
-            if length > min(MAX_HEADER, size - 8):
-                raise ValueError(f"its header claims {length} bytes")
-            header = json.loads(stream.read(length), object_pairs_hook=_distinct)
+            SAFETENSORS["header length"].check(length, most=size - 8)
+            header = json.loads(stream.read(length), object_pairs_hook=distinct_fields)
         if not isinstance(header, dict):
             raise ValueError("its header is no JSON object")
         header.pop("__metadata__", None)
@@ -208,16 +209,6 @@ def file_state(file: int | Path) -> FileState:
     return FileState(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, in which no name appears twice: readers differ in which one they take."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = sorted(name for name, _ in pairs)
-        twice = next(name for name, after in itertools.pairwise(names) if name == after)
-        raise ValueError(f"{twice:.99} appears twice in its header")
-    return fields
-
-
 def _entry(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
     """Begin, end, name, dtype and shape of one tensor of a header."""
     if not isinstance(entry, dict):
@@ -238,13 +229,10 @@ def _entry(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
 
 def _sizes(name: str, key: str, numbers: Any) -> tuple[int, ...]:
     """A few whole numbers from 0 on: two negative ones of a shape have a product like any other."""
-    if (
-        not isinstance(numbers, list)
-        or len(numbers) > MAX_DIMS
-        or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
-    ):
+    if not isinstance(numbers, list):
         raise ValueError(f"{name} has the {key} {numbers!r:.99}, no list of sizes")
-    return tuple(numbers)
+    SAFETENSORS["dimensions"].check(len(numbers), f"{name}.{key}")
+    return tuple(SAFETENSORS["size"].check(number, f"{name}.{key}") for number in numbers)
 
 
 def index_to_json(index: Index) -> bytes:

@@ -22,6 +22,7 @@ from launcher.trace.recorder import clock, event, rank_name
 
 log = logging.getLogger("launcher")
 LAUNCHER = -1  # the "rank" of the launcher itself
+MAX_TIME_US = 1e18  # of an event: 30,000 years
 
 
 @contextlib.contextmanager
@@ -102,7 +103,7 @@ def read(files: Sequence[Path]) -> dict[str, Any]:
             for event in node_events:
                 _check(event)
                 events.append({**event, "pid": event["pid"] + (lowest if event["pid"] < 0 else 0)})
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{file} is no trace: {type(error).__name__}: {error}") from error
     return {"traceEvents": events}
 
@@ -114,7 +115,10 @@ def _check(event: dict[str, Any]) -> None:
     if event["ph"] == "X":
         if missing := {"name", "cat", "tid", "ts", "dur"} - event.keys():
             raise ValueError(f"an event without {', '.join(sorted(missing))}: {event}")
-        if not event["dur"] >= 0 * event["ts"]:  # a TypeError if one of them is no number
+        times = (abs(event["ts"]), event["dur"])  # a TypeError if one of them is no number
+        if not all(time_us < MAX_TIME_US for time_us in times):  # nor is NaN
+            raise ValueError(f"an event out of all time: {event!s:.200}")
+        if not event["dur"] >= 0 * event["ts"]:
             raise ValueError(f"an event that ends before it starts: {event}")
 
 

@@ -98,4 +98,13 @@ ADAPTER = _table(
     Bound("r", int, 1, 1 << 20, "the number of rows of lora_A"),
     Bound("lora_alpha", float, -1e6, 1e6, "a factor of the update"),
 )
+CONFIG = _table(
+    Bound("eps", float, 0, 1, "it is added to a variance"),
+    Bound("epsilon", float, 0, 1, "it is added to a variance"),
+    Bound("rope_theta", float, 1e-3, 1e30, "a base of powers"),
+    Bound("head", int, 0, 1 << 16, "models have a few hundred"),
+    Bound("heads", int, 0, 1 << 16, "models have a few hundred"),
+    Bound("num_labels", int, 0, 100_000, "transformers makes two names for each"),
+)
+"""Fields of config.json, by the last words of their names."""
 TOKEN_ID = Bound("token id", int, 0, MAX_SIZE, "an index into the vocabulary")

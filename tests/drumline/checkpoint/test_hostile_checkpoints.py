@@ -28,7 +28,8 @@ import drumline
 from coordinator import Coordinator
 from drumline import CheckpointError
 from drumline.checkpoint.config_files import read_config, read_tokenizer
-from drumline.checkpoint.safetensors_index import MAX_DIMS, TensorReader, read_index
+from drumline.checkpoint.headers.file_bounds import SAFETENSORS
+from drumline.checkpoint.safetensors_index import TensorReader, read_index
 from drumline.cli import main
 from drumline.cli.run_script import run_script
 from drumline.core.shards import Region
@@ -83,7 +84,7 @@ HEADERS = {
     "booleans as shape": entry(shape=[True, 12]),
     "text as shape": entry(shape="34"),
     "a shape that no tensor can have": entry(shape=[1 << 64, 0], data_offsets=[0, 0]),
-    "too many dimensions": entry(shape=(MAX_DIMS + 1) * [1]),
+    "too many dimensions": entry(shape=(SAFETENSORS["dimensions"].most + 1) * [1]),
     "no shape": without("shape"),
     "no offsets": without("data_offsets"),
     "no dtype": without("dtype"),
@@ -426,6 +427,33 @@ def test_a_model_may_have_more_layers_than_tensors_where_layers_share_them(check
     sizes |= {"num_hidden_layers": 60, "vocab_size": 9, "embedding_size": 8}
     _, path = checkpoints.make("albert of 60", "AlbertForMaskedLM", **sizes)
     assert len(read_index(path)) < read_config(path).num_hidden_layers == 60
+
+
+NUMBERS = [
+    {"rms_norm_eps": float("nan")},
+    {"rms_norm_eps": float("inf")},
+    {"rms_norm_eps": -1e-5},
+    {"num_attention_heads": -1},
+    {"num_key_value_heads": 1 << 60},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}},
+]
+
+
+@pytest.mark.parametrize("fields", NUMBERS)
+def test_a_number_that_no_model_has_is_named(llama, fields):
+    """A model of NaN was loaded without a word."""
+    configured(llama, **fields)
+    name = next(iter(fields.get("rope_parameters", fields)))
+    with pytest.raises(CheckpointError, match=rf"config\.json has ({name}|rope_theta)="):
+        read_config(llama)
+
+
+def test_a_name_with_two_values_is_refused(llama):
+    """Which of them a reader takes is its own choice."""
+    text = (llama / "config.json").read_text()
+    (llama / "config.json").write_text(text.replace("{", '{"hidden_size": 64, ', 1))
+    with pytest.raises(CheckpointError, match=r"config\.json.*hidden_size appears twice"):
+        read_config(llama)
 
 
 EVIL = """

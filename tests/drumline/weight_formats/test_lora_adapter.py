@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import shutil
 import time
 
@@ -301,19 +302,25 @@ def adapter_of(checkpoints, tmp_path):
         index[name] = StoredTensor("model.safetensors", 0, "F32", tuple(parameter.shape))
     sources = {name: whole_tensor(name, stored.shape) for name, stored in index.items()}
 
-    def merged(settings, targets=("q_proj", "v_proj"), change=lambda tensors: None):
+    def merged(
+        settings, targets=("q_proj", "v_proj"), change=lambda tensors: None, returns_again=False
+    ):
         folder = tmp_path / "adapter"
         make_adapter(folder, plain, targets)
-        content = {**read_json(folder / "adapter_config.json"), **settings}
-        (folder / "adapter_config.json").write_text(json.dumps(content))
+        content = read_json(folder / "adapter_config.json")
         tensors = load_file(folder / "adapter_model.safetensors")
         change(tensors)
         save_file(tensors, folder / "adapter_model.safetensors")
         file = folder / "adapter_model.safetensors"
         files = CheckpointFiles(file, read_index(file), [0])
-        adapter = LoraAdapter(files, read_json(folder / "adapter_config.json"))
-        adapter.check_settings()
-        return adapter.merged(plain, sources, index, torch.float32)
+
+        def again(settings):
+            (folder / "adapter_config.json").write_text(json.dumps({**content, **settings}))
+            adapter = LoraAdapter(files, read_json(folder / "adapter_config.json"))
+            adapter.check_settings()
+            return adapter.merged(plain, sources, index, torch.float32)
+
+        return again if returns_again else again(settings)
 
     return merged
 
@@ -387,3 +394,44 @@ def test_one_pattern_for_each_module_is_taken(adapter_of, checkpoints):
     """As peft writes it for adapters whose ranks differ."""
     names = [name for name, _ in checkpoints.llama()[0].named_modules() if "_proj" in name]
     adapter_of({"r": 1, "rank_pattern": dict.fromkeys(names, 4)})
+
+
+VALUES = (
+    *NUMBERS,
+    4,
+    6,
+    2.5,
+    -3,
+    1e7,
+    1e308,
+    "",
+    "4.0",
+    [],
+    {},
+    {"q_proj": 4},
+    {"q_proj": "4"},
+    BOMB,
+)
+SETTINGS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules")
+
+
+def test_whatever_its_settings_say_an_adapter_is_merged_as_they_say_or_refused(adapter_of):
+    """Each error names the file of the settings, and each scaling is a number."""
+    pick, merge_again = random.Random(1), adapter_of({}, returns_again=True)
+    num_refused, count = 0, 600
+    for number in range(count):
+        settings = {
+            pick.choice(SETTINGS): pick.choice(VALUES) for _ in range(pick.choice([1, 1, 2]))
+        }
+        start = time.process_time()
+        try:
+            _, index = merge_again(settings)
+        except CheckpointError as error:
+            assert "adapter/adapter_" in str(error)
+            num_refused += 1
+        else:
+            weights = [weight for weight in index.values() if isinstance(weight, MergedWeight)]
+            assert len(weights) == 12, (number, settings)
+            assert all(math.isfinite(w.scaling) and abs(w.scaling) <= 1e6 for w in weights)
+        assert time.process_time() - start < 1, (number, settings)
+    assert count / 4 < num_refused < count

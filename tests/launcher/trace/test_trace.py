@@ -229,6 +229,8 @@ def _span(start, took, **other):
         ([{"name": "x", "ph": "X", "pid": 0}], "without cat, dur, tid, ts"),
         ([_span(1, -1)], "ends before it starts"),
         ([_span("now", 1)], "TypeError"),
+        ([_span(10**400, 1)], "out of all time"),
+        ([_span(1, float("nan"))], "out of all time"),
         ([_span(1, 1, ph="Q")], "unknown kind"),
         (None, "is no trace"),
     ],
@@ -238,6 +240,13 @@ def test_a_file_that_is_no_trace_is_an_error(tmp_path, events, message):
     with pytest.raises(ValueError, match=r"out\.json is no trace") as raised:
         merge_traces.read([tmp_path / "out.json"])
     assert message in str(raised.value)
+
+
+def test_a_file_that_nests_without_end_is_no_trace(tmp_path):
+    """It was a RecursionError."""
+    (tmp_path / "out.json").write_text('{"traceEvents": ' + "[" * 200_000)
+    with pytest.raises(ValueError, match=r"out\.json is no trace"):
+        merge_traces.read([tmp_path / "out.json"])
 
 
 def test_crossing_spans_are_found():
