@@ -16,18 +16,24 @@ log = logging.getLogger("coordinator")
 
 
 def check_encryption(info: LaunchInfo) -> None:
-    """Raise CoordinatorError if this rank cannot encrypt; log what encryption does not prevent."""
+    """Raise CoordinatorError if this rank cannot encrypt."""
     if problem := encryption_problem():
         raise CoordinatorError(
             f"rank {info.rank} (host {socket.gethostname()}) cannot encrypt: {problem}, or start "
             "all ranks without --encrypt."
         )
-    if info.rank == 0 and "secret_fd" not in info.extras:
+
+
+def warn_without_secret(info: LaunchInfo, encrypts: bool) -> None:
+    """Log who can become a rank of a launch that has no secret of its own, if it has none."""
+    if "secret_fd" not in info.extras:
         log.warning(
-            "launch %s has no secret of its own: encryption keeps out who reads the network, and "
-            "not who writes to it and %s. Set DRUMLINE_TOKEN on every host, see docs/security.md",
+            "launch %s has no secret of its own: %swhoever %s can become a rank and read all. Set "
+            "DRUMLINE_TOKEN to the same token (`openssl rand -hex 32`) on every host, see "
+            "docs/security.md",
             info.launch_id,
-            "reads the launcher's store" if "store" in info.extras else "knows this launch id",
+            "encryption keeps out who reads the network, and " if encrypts else "",
+            "reaches the launcher's store" if "store" in info.extras else "knows this launch id",
         )
 
 

@@ -25,7 +25,12 @@ from coordinator.control.heartbeat import NO_ANSWER, Heartbeat
 from coordinator.control.membership import SUSPENDED, Membership, RankReport
 from coordinator.control.operations import Op
 from coordinator.control.process_monitor import PeerProcess
-from coordinator.control.secrecy import SECRET_NBYTES, check_encryption, launch_secret
+from coordinator.control.secrecy import (
+    SECRET_NBYTES,
+    check_encryption,
+    launch_secret,
+    warn_without_secret,
+)
 from coordinator.control.server import CONTROL, ControlServer
 from coordinator.errors import CoordinatorError, CoordinatorTimeout
 from coordinator.peers import Peer
@@ -244,6 +249,8 @@ class _ProcessSession:
     ) -> Session:
         if encrypts:
             check_encryption(info)
+        if info.rank == self.num_coordinators == 0 and (encrypts or spans_nodes(info)):
+            warn_without_secret(info, encrypts)
         if info.extras.get("store") == "agent" and self.location is None:
             self.location = _locate_server_by_store(info, timeout_s)
         turn, scaled = self.num_coordinators, timings.for_ranks(info.world_size)

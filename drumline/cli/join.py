@@ -1,7 +1,8 @@
 """`drumline join ADDRESS`: run on this machine what the first machine of a launch runs.
 
 The first one says what that is only to whoever has proved the token of the launch, and is obeyed
-only once it has proved it: so whoever has the token may have this machine run a command.
+only once it has proved it: so whoever has the token may have this machine run a command. That is
+why --insecure is not for this command.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from pathlib import Path
 import launcher
 from launcher import LaunchError
 from launcher.cli import (
-    TOKEN_OPTIONS,
     USAGE_CODE,
     CommandParser,
     endpoint_of,
@@ -46,8 +46,9 @@ def parser(prog: str = "drumline") -> argparse.ArgumentParser:
     join.add_argument("-n", "--ranks", metavar="N", help=ranks)
     number = "the index of this machine, from 1 on; default: as they come"
     join.add_argument("--node-rank", type=int, default=0, metavar="N", help=number)
-    for name, settings in TOKEN_OPTIONS.items():
-        join.add_argument(name, **settings)  # type: ignore[arg-type]
+    token = "file with the token that the first machine has, which only you can read; default: the "
+    token += "variable DRUMLINE_TOKEN, or a prompt"
+    join.add_argument("--token-file", metavar="FILE", help=token)
     return top
 
 
@@ -88,13 +89,19 @@ def _joined(options: argparse.Namespace, prog: str) -> argparse.Namespace:
         joined.rdzv_endpoint = None
     elif words[0] in JOINABLE:
         joined = cli.parser(prog).parse_args(words)
-        joined.ranks = int(options.ranks or joined.ranks)
+        joined.ranks = _number(options.ranks or joined.ranks)
     else:
         raise ValueError(f"{words[0]!r} is not a command that runs on several machines")
     joined.command_line, joined.token = place.command, token
     joined.node_rank, joined.nnodes = place.node_rank, place.nnodes
     joined.master_addr, joined.master_port = options.address
     return joined
+
+
+def _number(ranks: str | int) -> int:
+    if not str(ranks).isdecimal() or int(ranks) == 0:
+        raise ValueError(f"-n {ranks}: not a number of ranks, and nothing was started")
+    return int(ranks)
 
 
 def _show(place: launcher.Invitation) -> None:

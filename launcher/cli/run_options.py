@@ -204,5 +204,5 @@ def _address_for_others() -> str:
 
 
 def token_to_join(options: argparse.Namespace) -> LaunchToken:
-    """The token of a launch that runs elsewhere, by the options of TOKEN_OPTIONS."""
-    return launch_token.of_node(False, options.token_file, options.insecure)
+    """The token of a launch that runs elsewhere. There is no going without: it gives commands."""
+    return launch_token.of_node(False, options.token_file, is_insecure=False)

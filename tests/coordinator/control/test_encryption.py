@@ -416,6 +416,19 @@ def test_a_launch_without_a_secret_is_warned_of(ranks, caplog):
     assert "has no secret of its own: encryption keeps out who reads" in caplog.text
 
 
+def test_a_launch_over_nodes_without_a_secret_is_warned_of_once(ranks, caplog):
+    """A bare torchrun, mpiexec or srun never had one, and nothing said so."""
+
+    def body(info):
+        extras = {name: text for name, text in info.extras.items() if name != "secret_fd"}
+        for _ in range(2):
+            with Coordinator(replace(info, extras=extras), timeout_s=20) as coor:
+                coor.barrier()
+
+    ranks(body, 2, [1, 1])
+    assert caplog.text.count("can become a rank and read all. Set DRUMLINE_TOKEN") == 1
+
+
 class Relay:
     """A stranger between rank 0 and the others, who passes on what it is told to."""
 

@@ -42,9 +42,9 @@ class Cluster:
         self.options += ["--port", "0", "--nnodes", "2", "--master-addr", hosts.addresses[0]]
 
     def start(self, node):
-        command = [sys.executable, "-m", "drumline", "serve", *self.options, "--node-rank"]
+        words = ["join", self.hosts.addresses[0]] if node else ["serve", *self.options]
         self.nodes[node] = subprocess.Popen(
-            self.hosts.command(node, [*command, str(node)]),
+            self.hosts.command(node, [sys.executable, "-m", "drumline", *words]),
             stdout=subprocess.PIPE,
             stderr=self.log.open("a"),
             text=True,
@@ -148,6 +148,85 @@ def cluster(hosts, plain, tmp_path):
     finally:
         cluster.kill()
         print(cluster.log.read_text())
+
+
+# It has all but the token: addresses, ports, launch ids, the protocol, and what others have sent.
+STRANGER = r"""
+import hashlib, json, select, socket, sys, time
+from launcher import ports
+from launcher.authentication.credentials import Credentials
+from launcher.authentication.framed_connection import ConnectionBroken, FramedConnection
+from launcher.authentication.handshake import Hello, NotReady, Rejected, authenticate, purpose_of
+from launcher.authentication.launch_token import LaunchToken
+from launcher.external.node_messages import NodeDescription
+
+address, heard, attempts = sys.argv[1], b"", 0
+derived = hashlib.sha256(b"drumline, no secret\0drumline serve").digest()
+proofs = [
+    (ports.NODES_PORT, LaunchToken.insecure().credentials(), "node"),
+    (ports.NODES_PORT, LaunchToken.draw().credentials(), "node"),
+    (ports.NODES_PORT + 1, Credentials(derived, "drumline serve", 2), "control"),
+    (ports.NODES_PORT + 1, LaunchToken.insecure().credentials(), "control"),
+]
+words = json.dumps(NodeDescription.of(1, 2, 1).to_json()).encode() + b"\n"
+while not select.select([sys.stdin], [], [], 0.02)[0]:  # until that is closed
+    for port, credentials, purpose in proofs:
+        try:
+            with socket.create_connection((address, port), 5) as plain:
+                connection = FramedConnection(plain)
+                attempts += 1
+                hello = Hello(0, purpose_of(purpose), 0, bytes(8), "host")
+                authenticate(connection, credentials, hello, time.monotonic() + 5)
+                sys.exit("the stranger was let in")
+        except (NotReady, Rejected, ConnectionBroken):
+            pass
+        except OSError:
+            pass  # no ranks yet
+        try:
+            with socket.create_connection((address, port), 5) as plain:
+                plain.settimeout(1)
+                plain.sendall(words)
+                while data := plain.recv(4096):
+                    heard += data
+        except OSError:
+            pass
+print(json.dumps([attempts, heard.hex()]))
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_a_stranger_with_all_but_the_token_is_no_rank_and_disturbs_nobody(hosts, plain, tmp_path):
+    """Whoever reached the port was told the launch id, became rank 1, and heard the prompts."""
+    cluster = Cluster(hosts, plain[1], tmp_path / "log")
+    stranger = [sys.executable, "-c", STRANGER, hosts.addresses[0]]
+    try:
+        cluster.start(0)
+        strangers = [
+            subprocess.Popen(
+                hosts.command(1, stranger),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
+            for _ in range(2)
+        ]
+        cluster.await_line("does not know the launch secret")  # before there is a second node
+        cluster.start(1)
+        cluster.await_address()
+        with clients(cluster, 2):
+            time.sleep(5)
+            answers = [json.loads(process.communicate(timeout=LIMIT_S)[0]) for process in strangers]
+        assert cluster.metric("restarts_total") == 0
+    finally:
+        cluster.kill()
+    for attempts, heard in answers:
+        assert attempts > 10 and b"prompt" not in bytes.fromhex(heard)
+        assert cluster.token.encode() not in bytes.fromhex(heard)
+    lines = [line for line in cluster.log.read_text().splitlines() if "a connection from" in line]
+    assert len(lines) <= 3 and all(len(line) < 250 for line in lines), lines  # of each listener
+    assert cluster.token not in cluster.log.read_text()
 
 
 @pytest.mark.soak
