@@ -30,6 +30,7 @@ from launcher.records import json_values
 from launcher.runtime import output, rank_environment
 from launcher.system import descendants, linux, shadowing, stop_signals
 from launcher.system.held_forks import explained_limit
+from launcher.system.oom_kills import OomKills
 from launcher.trace import recorder
 
 
@@ -39,7 +40,7 @@ def run(backend: Any, job: Job) -> list[Any]:
     The results come through a folder of this machine: None each for a script or a module.
     """
     shadowing.check(["."])  # `python -m` of each rank looks there first
-    began_s = time.monotonic()
+    began_s, oom_kills = time.monotonic(), OomKills()
     if job.nnodes > 1 and not getattr(backend, "STARTS_ALL_NODES", False):
         job = node_rendezvous.meet(job)
     with tempfile.TemporaryDirectory(prefix=f"drumline-launch-{os.getpid()}-") as folder:
@@ -61,7 +62,9 @@ def run(backend: Any, job: Job) -> list[Any]:
     if code and all(failure.ended_by_launcher for failure in failures):
         raise _ended(backend.NAME, code, failures)
     if failures:
-        raise errors.failed(failures)
+        first = failures[0]
+        note = oom_kills.note(first.rank) if first.signal == signal.SIGKILL else ""
+        raise errors.failed(failures, note)
     if job.target.kind == "function" and len(records) < job.nprocs:
         raise LaunchError(f"only {len(records)} of {job.nprocs} ranks wrote a result")
     return [record["result"] for record in records.values()] or [None] * job.nprocs

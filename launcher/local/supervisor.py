@@ -25,6 +25,7 @@ from launcher.runtime.output import Output
 from launcher.runtime.rank_process import DUMP_SIGNAL
 from launcher.runtime.rank_state import LaunchedRank
 from launcher.system import linux, stop_signals
+from launcher.system.oom_kills import OomKills
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Supervisor:
         self.is_ending = False
         self.stop_requests = 0
         self.reason: EndReason | None = None
-        self.oom_kills_before = linux.count_oom_kills()
+        self.oom_kills = OomKills()
         self.began_s = time.monotonic()
 
     def run(self, reap: Callable[[], int]) -> list[Any]:
@@ -93,11 +94,10 @@ class Supervisor:
             self._drain_pipes()
             while self.output.is_waiting and self.stop_requests < 2:
                 self._poll_once()
-        oom_killed = linux.count_oom_kills() > self.oom_kills_before
         reason = self.reason
         if reason is None and any(rank.is_running for rank in self.ranks):
             reason = outcome.server_ended(server_status)
-        return outcome.results_or_raise(self.job, self.ranks, self.began_s, reason, oom_killed)
+        return outcome.results_or_raise(self.job, self.ranks, self.began_s, reason, self.oom_kills)
 
     def _poll_once(self) -> None:
         """Wait for an event or a timer, and handle it."""

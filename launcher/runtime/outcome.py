@@ -12,6 +12,7 @@ from launcher.errors import Failure, LaunchError, LaunchInterrupted, signal_name
 from launcher.job import Job
 from launcher.runtime.rank_state import LaunchedRank, without_launcher
 from launcher.system import linux
+from launcher.system.oom_kills import OomKills
 
 Failures = tuple[Failure, ...]
 # Makes the error of a launch that was not ended by a failure of a rank, from those that followed.
@@ -20,11 +21,15 @@ READER_GONE = (errno.EPIPE, errno.EIO)
 
 
 def results_or_raise(
-    job: Job, ranks: list[LaunchedRank], began_s: float, reason: EndReason | None, oom_killed: bool
+    job: Job,
+    ranks: list[LaunchedRank],
+    began_s: float,
+    reason: EndReason | None,
+    oom_kills: OomKills,
 ) -> list[Any]:
     """Each rank's result. Raises LaunchError if anything failed.
 
-    began_s: of the monotonic clock. oom_killed: the kernel has killed some process meanwhile.
+    began_s: of the monotonic clock. oom_kills: by the kernel, since then.
     """
     must_return = job.target.kind == "function"
     ended = [rank for rank in ranks if not rank.was_outlived]
@@ -33,7 +38,8 @@ def results_or_raise(
     if reason is not None:
         raise reason(failures)
     if failures:
-        raise errors.failed(failures, "\n".join(_notes(failures[0], ranks, oom_killed)))
+        notes = filter(None, _notes(failures[0], ranks, oom_kills))
+        raise errors.failed(failures, "\n".join(notes))
     return [rank.result() for rank in ranks]
 
 
@@ -94,12 +100,12 @@ def server_ended(status: int) -> EndReason:
     return lambda failures: LaunchError(text, failures, linux.shell_exit_code(status) or 1)
 
 
-def _notes(first: Failure, ranks: list[LaunchedRank], oom_killed: bool) -> Iterator[str]:
+def _notes(first: Failure, ranks: list[LaunchedRank], oom_kills: OomKills) -> Iterator[str]:
     early = [str(rank.info.rank) for rank in ranks if rank.exited_early]
     if early and first.exit_code:
         yield f"Rank {', '.join(early)} had exited early, with code 0."
-    if first.signal == signal.SIGKILL and oom_killed:
-        yield "The kernel killed processes meanwhile because memory ran out: see `dmesg`."
+    if first.signal == signal.SIGKILL:
+        yield oom_kills.note(first.rank)
     if first.signal == signal.SIGBUS:
         yield (
             "A file that it had mapped, such as the weights of a model, was cut off meanwhile, or "

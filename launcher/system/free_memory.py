@@ -22,7 +22,7 @@ def free_in_cgroups(root: Path, own: str) -> Iterator[int]:
 
     Page cache counts as used for a cgroup, but the kernel reclaims it before it refuses.
     """
-    for folder in _cgroup_folders(root, own):
+    for folder in cgroup_folders(root, own):
         for limit_name, used_name in LIMIT_FILES:
             limit, used = linux.read(folder / limit_name), linux.read(folder / used_name)
             if limit.strip().isdigit() and used:
@@ -30,8 +30,11 @@ def free_in_cgroups(root: Path, own: str) -> Iterator[int]:
                 yield max(0, int(limit) - int(used) + cached)
 
 
-def _cgroup_folders(root: Path, own: str) -> list[Path]:
-    """In a container, the group that the lines name may be mounted as the root itself."""
+def cgroup_folders(root: Path, own: str) -> list[Path]:
+    """The folders, in root, of the memory groups of a process; own: its /proc/self/cgroup.
+
+    In a container, the group that the lines name may be mounted as the root itself.
+    """
     folders = {root: None, root / "memory": None}
     for line in own.splitlines():
         number, controllers, path = line.split(":", 2)

@@ -195,11 +195,6 @@ def has_accelerator() -> bool:
     return any(any(Path("/dev").glob(pattern)) for pattern in ACCELERATORS)
 
 
-def count_oom_kills() -> int:
-    """The processes that the kernel has killed since boot because memory ran out."""
-    return number_after("oom_kill", read_proc("vmstat"))
-
-
 def number_after(key: str, text: str) -> int:
     """The number in the line of text that begins with this word; 0 if there is none."""
     lines = [line.split() for line in text.splitlines()]
