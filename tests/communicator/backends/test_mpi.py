@@ -14,6 +14,7 @@ from launcher import LaunchInfo
 BIN = Path(sys.executable).parent
 HERE = Path(__file__).parents[1]
 PROGRAM = HERE / "programs" / "under_mpi.py"
+RANDOM_OPERATIONS = HERE / "programs" / "random_operations.py"
 
 
 def mpich():
@@ -39,6 +40,19 @@ def test_mpi_conforms_alone_and_between_nodes_and_has_deadlines(engine):
     environ = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1", **environ}
     command = [*command, sys.executable, PROGRAM]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("engine", [mpich, open_mpi], ids=lambda engine: engine.__name__)
+def test_random_operations_over_mpi_never_disagree_with_torch(engine, seed):
+    pytest.importorskip("mpi4py", reason="runs after `pip install mpi4py`")
+    command, environ = engine()
+    environ = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1", **environ}
+    command = [*command, sys.executable, RANDOM_OPERATIONS, "mpi", str(seed), "400"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
