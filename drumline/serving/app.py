@@ -272,7 +272,7 @@ class Service:
             await asyncio.wait_for(self._receive(request, content), body_s)
             thread = self._long_body_thread if len(content) > SHORT_BODY_NBYTES else None
             return await asyncio.get_running_loop().run_in_executor(thread, prepare)
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             text = f"The body did not arrive within {body_s:g} s."
             raise protocol.ApiError(408, text, "invalid_request_error", "body_too_slow") from error
         except ClientDisconnect as error:

@@ -359,7 +359,6 @@ def test_sys_path_of_a_script_is_that_of_python_itself(command):
     assert command.run("run", "-n", "1", script).lines(0) == ["True"]
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="python -P came with 3.11")
 def test_pythonsafepath_is_respected(command):
     script = command.script("import os, sys\nprint(os.path.dirname(__file__) in sys.path)")
     safe = command.run("run", "-n", "1", script, env={"PYTHONSAFEPATH": "1"})
