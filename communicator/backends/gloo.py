@@ -11,14 +11,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import AllreduceOptions, BarrierOptions, ProcessGroupGloo
+from torch.distributed import AllreduceOptions, BarrierOptions
 
 from communicator.backends.tagged_p2p import TaggedP2PCommunicator, as_bytes
 from communicator.calls import call_check
 from communicator.calls.dtypes import OPS
 from communicator.calls.failures import describe_late, describe_lost
 from communicator.errors import CommunicatorTimeout, DrumlineError, PeerLost
-from coordinator import Coordinator, CoordinatorError
+from coordinator import Coordinator, CoordinatorError, torch_private
 from launcher import linux
 
 REDUCED = {
@@ -51,13 +51,11 @@ class Gloo(TaggedP2PCommunicator):
         self._gloo: Any = None
         if self.world_size == 1:
             return
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._threads = 1
-        options._timeout = self._timeout
         store = self.coor.store("gloo communicator")
         with _sockets_closed_on_exec():
-            options._devices = [ProcessGroupGloo.create_device(hostname=self.coor.address)]
-            self._gloo = ProcessGroupGloo(store, self.rank, self.world_size, options)
+            self._gloo = torch_private.gloo_group(
+                store, self.rank, self.world_size, self.coor.address, self._timeout
+            )
 
     @property
     def _timeout(self) -> timedelta:
@@ -116,7 +114,7 @@ class Gloo(TaggedP2PCommunicator):
 
     def do_allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         with self._translated_errors("allgather"):
-            work = self._gloo._allgather_base(as_bytes(out), as_bytes(tensor))
+            work = torch_private.gloo_allgather(self._gloo, as_bytes(out), as_bytes(tensor))
             work.wait(self._timeout)
 
     @contextmanager

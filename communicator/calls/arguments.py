@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from communicator.calls.dtypes import dtype_info, op_name
+from coordinator import torch_private
 
 if TYPE_CHECKING:
     from communicator.base import Communicator
@@ -21,7 +22,7 @@ def check_tensor(me: str, call: str, tensor: torch.Tensor, device_type: str) -> 
     where = f"{me}, {call}"
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{where}: needs a torch.Tensor, not {type(tensor).__name__}")
-    if torch._subclasses.fake_tensor.is_fake(tensor):
+    if torch_private.is_fake(tensor):
         raise TypeError(
             f"{where}: a FakeTensor has no data to move. Inside a function for torch.compile call "
             "communicator.compile.allreduce, or call from outside of it."
@@ -96,7 +97,7 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
     kind = type(tensor)
     if kind is not torch.Tensor and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return True
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    return torch_private.is_transformed(tensor)
 
 
 def check_like(

@@ -21,6 +21,7 @@ import torch
 
 from communicator.base import Communicator
 from communicator.errors import CommunicatorError
+from coordinator import torch_private
 
 
 class _Groups:
@@ -163,7 +164,7 @@ def _below_autograd(name: str) -> Callable[..., Any]:
             )
         if name.endswith("_"):  # a gradient for which the tensor was saved must fail
             torch.autograd.graph.increment_version(tensor)
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch_private.below_autograd():
             return getattr(torch.ops.drumline, name)(tensor, group, *args)
 
     return call

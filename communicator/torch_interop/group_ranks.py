@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-from torch.distributed import PrefixStore, ProcessGroup, Store
-from torch.distributed.distributed_c10d import _get_process_group_store, _world
+from torch.distributed import PrefixStore, ProcessGroup, Store, get_process_group_ranks
 
 from communicator.errors import CommunicatorError, CommunicatorTimeout, PeerLost
-from coordinator import Coordinator, CoordinatorError, CoordinatorTimeout
+from coordinator import Coordinator, CoordinatorError, CoordinatorTimeout, torch_private
 
 APART = "drumline"  # the prefix of our keys in the store of a process group
 
@@ -118,8 +117,10 @@ def coordinator_over(
                 f"Communicator.over(group, {rank!r}, {world_size!r}): the group knows its ranks. "
                 "Pass rank and world_size with a Store alone, and the backend as backend=."
             )
-        store = PrefixStore(APART, _get_process_group_store(ranks))
-        numbers = [*_world.pg_group_ranks.get(ranks, {})]  # none without init_process_group
+        store = PrefixStore(APART, torch_private.store_of(ranks))
+        numbers: list[int] = []
+        with suppress(KeyError):  # of a group without init_process_group
+            numbers = get_process_group_ranks(ranks)
         return meet(store, ranks.rank(), ranks.size(), timeout_s, numbers)
     if not isinstance(ranks, Store):
         kind = type(ranks).__name__

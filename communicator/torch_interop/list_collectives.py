@@ -51,7 +51,7 @@ def allreduce_sparse(comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
     if op != ReduceOp.SUM:
         raise Unsupported(f"{comm.rank_name()}: {op} of sparse tensors is not offered, only SUM.")
     own = tensor.detach().coalesce()
-    counts = [int(count) for count in comm.allgather(torch.tensor([own._nnz()]))]
+    counts = [int(count) for count in comm.allgather(torch.tensor([len(own.values())]))]
     rows = _allgather_padded(comm, own.indices().t(), counts)
     values = _allgather_padded(comm, own.values(), counts)
     total = torch.sparse_coo_tensor(rows.t(), values, own.shape, check_invariants=False)

@@ -69,11 +69,8 @@ def _source_files() -> list[Path]:
 
 
 def _abi_flags() -> list[str]:
-    """The defines of torch itself, so that objects can pass between it and the module."""
-    names = ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")
-    values = {f"PYBIND11_{name}": getattr(torch._C, f"_PYBIND11_{name}", None) for name in names}
-    pybind = [f'-D{name}="{value}"' for name, value in values.items() if value is not None]
-    return [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *pybind]
+    """The define of torch itself, so that objects can pass between it and the module."""
+    return [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
 
 
 def _cache_folder() -> Path:

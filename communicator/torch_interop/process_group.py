@@ -24,13 +24,13 @@ from communicator.torch_interop.deferred_p2p import DeferredMessages
 from communicator.torch_interop.group_ranks import GroupRanks, meet
 from communicator.torch_interop.lazy_communicators import Chosen, LazyCommunicators
 from communicator.torch_interop.p2p_engine import ANY_SOURCE, P2PGroup, open_p2p
-from coordinator import Coordinator
+from coordinator import Coordinator, torch_private
 
 NAME = "drumline"
 DEVICE_TYPES = ("cpu", "cuda")
 Tensors = list[torch.Tensor]
 OneOrMore = torch.Tensor | Tensors
-ProcessGroup: Any = dist.ProcessGroup  # untyped, for its overloads
+ProcessGroup: Any = torch_private.NamedProcessGroup  # untyped, for its overloads
 
 
 class Met(NamedTuple):
@@ -77,7 +77,6 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
         chosen: the class for each kind of device, if all ranks know it already.
         """
         super().__init__(ranks.rank, ranks.world_size)
-        self._names = ["undefined", "undefined"]
         self._ranks, self._queue = ranks, queue
         self._comms = LazyCommunicators(ranks, DEVICE_TYPES, chosen)
         self._p2p: P2PGroup | None = None
@@ -115,20 +114,6 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
     def name(self) -> str:
         return NAME
 
-    @property
-    def group_name(self) -> str:
-        return self._names[0]
-
-    @property
-    def group_desc(self) -> str:
-        return self._names[1]
-
-    def _set_group_name(self, name: str) -> None:
-        self._names[0] = name
-
-    def _set_group_desc(self, description: str) -> None:
-        self._names[1] = description
-
     def callable_from_cpp(self) -> Any:
         """The binding of the CPU's communicator if nothing is to be done around its calls."""
         comm = self._comms.if_opened("cpu")
@@ -141,7 +126,7 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
         if self.rank() not in ranks:
             return None
         own_rank, global_ranks = ranks.index(self.rank()), options.global_ranks_in_group
-        name, timeout = options.group_name, options._timeout
+        name, timeout = options.group_name, torch_private.timeout_of(options)
         return _open_backend(store, own_rank, len(ranks), timeout, name, global_ranks)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -447,28 +432,17 @@ def _default_group() -> DrumlineProcessGroup | None:
     default = dist.group.WORLD
     if default is None or isinstance(default, DrumlineProcessGroup):
         return default
-    backends = (default._get_backend(device) for device in default._device_types)
+    backends = torch_private.backends_of(default)
     return next((backend.group for backend in backends if hasattr(backend, "group")), None)
 
 
 def _skip_in_dynamo(kind: type) -> None:
     """Have torch.compile run a class's methods, and all that they call, without tracing them.
 
-    torch.compiler.disable does the same, and imports the compiler, which takes seconds. Where this
-    private interface of torch is missing, functions around our calls are not compiled.
+    torch.compiler.disable does the same, and imports the compiler, which takes seconds.
     """
-    try:
-        from torch._C._dynamo.eval_frame import (
-            _FrameAction,
-            _FrameExecStrategy,
-            set_code_exec_strategy,
-        )
-    except ImportError:
-        return
-    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-    for method in vars(kind).values():
-        if isinstance(method, FunctionType):
-            set_code_exec_strategy(method.__code__, skip)
+    methods = (method for method in vars(kind).values() if isinstance(method, FunctionType))
+    torch_private.skip_in_dynamo(method.__code__ for method in methods)
 
 
 _skip_in_dynamo(DrumlineProcessGroup)

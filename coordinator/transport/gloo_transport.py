@@ -10,9 +10,10 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroupGloo, Store
+from torch.distributed import Store
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions
 
+from coordinator import torch_private
 from coordinator.control.framing import pack, unpack
 from coordinator.timings import DEFAULT
 from coordinator.transport.tree import ALL_NODES, Entry, TreeLinkBroken, distinct
@@ -33,14 +34,11 @@ class GlooTransport:
     """
 
     def __init__(self, store: Store, rank: int, size: int, address: str, timeout_s: float) -> None:
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-        options._threads = 1
-        options._timeout = self._timeout = timedelta(seconds=timeout_s)
+        self._timeout = timedelta(seconds=timeout_s)
         self._rank, self._size = rank, size
         self._idle: Callable[[], None] = noop
         self._store = store  # torch keeps only the C++ half of it alive
-        self._gloo: Any = ProcessGroupGloo(store, rank, size, options)
+        self._gloo: Any = torch_private.gloo_group(store, rank, size, address, self._timeout)
 
     def exchange(
         self,
@@ -89,7 +87,7 @@ class GlooTransport:
         options = AllgatherOptions()
         options.timeout = self._timeout
         out = torch.empty(self._size * len(data), dtype=torch.uint8)
-        self._finish(self._gloo._allgather_base(out, _tensor(data), options))
+        self._finish(torch_private.gloo_allgather(self._gloo, out, _tensor(data), options))
         return [_bytes(row) for row in out.view(self._size, -1)]
 
     def _share(self, large: Sequence[tuple[Entry, int]], own: dict[int, bytes]) -> list[Entry]:

@@ -91,7 +91,7 @@ def _decompress(model: Any) -> None:
     from compressed_tensors.compressors import decompress_module
 
     for module in model.modules():
-        if not any(tensor.is_meta for tensor in module._parameters.values() if tensor is not None):
+        if not any(tensor.is_meta for tensor in module.parameters(recurse=False)):
             decompress_module(module)
     model.hf_quantizer.compressor.remove_decompression_hook(model)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from coordinator import torch_private
 from drumline.checkpoint.safetensors_index import Index
 from drumline.checkpoint.shard_plan import SourceSlice, whole_tensor
 from drumline.core.mesh import ALIASES, Mesh, axis_names
@@ -23,9 +24,10 @@ def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Parameters and persistent buffers under every name they have."""
     named: list[tuple[str, torch.Tensor]] = []
     for prefix, module in model.named_modules(remove_duplicate=False):
-        tables = {**module._parameters, **module._buffers}
-        for name, tensor in tables.items():
-            if tensor is not None and name not in module._non_persistent_buffers_set:
+        parameters, buffers = torch_private.own_tables(module)
+        unsaved = torch_private.unsaved_buffers(module)
+        for name, tensor in (*parameters.items(), *buffers.items()):
+            if tensor is not None and name not in unsaved:
                 named.append((f"{prefix}.{name}" if prefix else name, tensor))
     return named
 
@@ -106,10 +108,7 @@ def wrap_like(old: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     """The shard as the kind that it replaces: parameter or buffer, DTensor or plain."""
     new = shard
     if is_dtensor(old):  # as DTensor.from_local, which would compute the spec anew
-        from torch.distributed.tensor import DTensor
-
-        spec = old._spec  # type: ignore[attr-defined]
-        new = DTensor(shard, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        new = torch_private.dtensor_like(old, shard)
     if isinstance(old, nn.Parameter):
         return nn.Parameter(new, requires_grad=old.requires_grad)
     return new
@@ -118,7 +117,7 @@ def wrap_like(old: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
 def replace_tensors(model: nn.Module, new: Mapping[int, torch.Tensor]) -> None:
     """Replace tensors, by their identity, wherever the model has them: ties stay ties."""
     for module in model.modules():
-        for table in (module._parameters, module._buffers):
+        for table in torch_private.own_tables(module):
             for name, tensor in table.items():
                 if id(tensor) in new:
-                    table[name] = new[id(tensor)]  # type: ignore[assignment]
+                    table[name] = new[id(tensor)]

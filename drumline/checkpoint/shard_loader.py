@@ -212,7 +212,7 @@ def _shape_and_device(
     """The shape and device of this rank's shard."""
     shape = plan.shape_of(name, coor.rank)
     if model_tensors.is_dtensor(tensor):
-        local_shape = tuple(tensor._local_tensor.shape)
+        local_shape = tuple(tensor.to_local().shape)
         if local_shape != shape:
             raise PlanError(
                 f"{coor.rank_name()}: {name} has a shard of shape {local_shape}, and its "

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
-from torch.utils._pytree import tree_leaves
 
+from coordinator import torch_private
 from drumline.compile_once.device_mapping import (
     FIXED_TYPES,
     HoistError,
@@ -42,8 +41,12 @@ def _check_graph(
 ) -> None:
     """Check one graph. Those of control flow are checked apart: propagation skips some of them."""
     fakes = [_traced_value(node) for node in artifact.graph.nodes if node.op == "placeholder"]
-    modes = [leaf.fake_mode for leaf in tree_leaves(fakes) if isinstance(leaf, FakeTensor)]
-    mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
+    modes = [
+        leaf.fake_mode
+        for leaf in torch_private.tree_leaves(fakes)
+        if isinstance(leaf, torch_private.FakeTensor)
+    ]
+    mode = modes[0] if modes else torch_private.FakeTensorMode(allow_non_fake_inputs=True)
     if inputs is not None:
         fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in inputs]
     elif any(fake is None for fake in fakes):
@@ -94,7 +97,7 @@ class DeviceChecker(fx.Interpreter):
 
 
 def tensor_leaves(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in torch_private.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _check_state(program: ExportedProgram) -> None:

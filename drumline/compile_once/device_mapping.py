@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from coordinator import torch_private
 from drumline.errors import DrumlineError
 
 DevicePairs = Mapping[str, str] | Mapping[torch.device, torch.device]
@@ -118,9 +118,9 @@ class DeviceMapping:
 
     def _move(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Move a tensor; two that share memory share memory afterwards."""
-        if isinstance(_innermost(tensor), FakeTensor):
+        if isinstance(torch_private.unwrapped(tensor), torch_private.FakeTensor):
             return _fake_like(tensor, device)
-        memory = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype)
+        memory = (tensor.untyped_storage(), tensor.storage_offset(), tensor.dtype)
         key = (*memory, tensor.shape, tensor.stride())
         if key not in self.moved:
             self.moved[key] = tensor.detach().to(device)
@@ -174,17 +174,11 @@ def normalize_device(device: str | torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "cpu" else device
 
 
-def _innermost(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor inside those that vmap has wrapped, as associative_scan and flex_attention do."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
-
-
 def _fake_like(fake: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A fake tensor like this one on a device; moving would initialize the device."""
     inner = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device="meta")
-    moved = FakeTensor(_innermost(fake).fake_mode, inner, device)  # type: ignore[attr-defined]
+    mode = torch_private.unwrapped(fake).fake_mode  # type: ignore[attr-defined]
+    moved = torch_private.FakeTensor(mode, inner, device)
     if isinstance(fake, torch.nn.Parameter):
         return torch.nn.Parameter(moved, requires_grad=fake.requires_grad)
     return moved

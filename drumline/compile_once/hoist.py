@@ -16,8 +16,8 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 from torch.fx.node import map_aggregate
-from torch.utils._pytree import tree_leaves, tree_map
 
+from coordinator import torch_private
 from drumline.compile_once import device_mapping
 from drumline.compile_once.device_check import check_devices
 from drumline.compile_once.device_mapping import DeviceMapping, HoistError
@@ -63,13 +63,12 @@ def hoist(
 
 def _hoist_program(program: ExportedProgram, devices: DeviceMapping) -> None:
     _hoist_module(program.graph_module, devices)
-    for name in ("_state_dict", "_constants"):
-        table = getattr(program, name)
+    for kind, table in (("state_dict", program.state_dict), ("constants", program.constants)):
         for key, value in table.items():
-            table[key] = devices.value(value, name.strip("_"), key)
-    program._example_inputs = tree_map(
+            table[key] = devices.value(value, kind, key)
+    program.example_inputs = torch_private.tree_map(
         lambda leaf: devices.value(leaf, "example_inputs", "example_inputs"),
-        program._example_inputs,
+        program.example_inputs,
     )
     program.validate()  # type: ignore[no-untyped-call]
 
@@ -84,14 +83,15 @@ def _hoist_module(root: fx.GraphModule, devices: DeviceMapping) -> None:
 
 
 def _hoist_attributes(prefix: str, module: torch.nn.Module, devices: DeviceMapping) -> None:
-    own: dict[str, Any] = {"parameters": module._parameters, "buffers": module._buffers}
-    for kind, table in own.items():
+    tables = torch_private.own_tables(module)
+    for kind, table in zip(("parameters", "buffers"), tables, strict=True):
         for name, tensor in table.items():
             if tensor is not None:
                 table[name] = devices.tensor(tensor, kind, f"{prefix}.{name}")
-    skipped = ("_parameters", "_buffers", "_modules", "_graph")
+    common = vars(torch.nn.Module())  # what every module has, its tables among them
     for name, value in vars(module).items():
-        if name not in skipped and not name.startswith("__"):
+        is_graph = isinstance(value, fx.Graph)
+        if name not in common and not is_graph and not name.startswith("__"):
             module.__dict__[name] = devices.value(value, "attributes", f"{prefix}.{name}")
 
 
@@ -137,7 +137,7 @@ def _hoist_metadata(node: fx.Node, devices: DeviceMapping, where: str) -> None:
 
     for key, value in node.meta.items():
         if key in ("val", "example_value"):
-            node.meta[key] = tree_map(moved, value)
+            node.meta[key] = torch_private.tree_map(moved, value)
         else:
             node.meta[key] = devices.value(value, "metadata", where)
 
@@ -149,13 +149,13 @@ def _device_arguments(node: fx.Node) -> tuple[Iterable[int], Iterable[str]]:
     and for `.to` every position is tried. Strings anywhere else are not looked at.
     """
     operator = _only_overload(node.target)
-    if isinstance(operator, torch._ops.OpOverload):
-        arguments = operator._schema.arguments
+    if isinstance(operator, torch_private.OpOverload):
+        arguments = torch_private.schema_of(operator).arguments
         positions = [
             n for n, a in enumerate(arguments) if a.name == "device" or "Device" in str(a.type)
         ]
         return positions, [arguments[n].name for n in positions]
-    if isinstance(node.target, torch._ops.HigherOrderOperator) or node.op == "call_module":
+    if isinstance(node.target, torch_private.HigherOrderOperator) or node.op == "call_module":
         return (), ()
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     by_position = DEVICE_POSITIONS.get(str(name), ())
@@ -164,7 +164,7 @@ def _device_arguments(node: fx.Node) -> tuple[Iterable[int], Iterable[str]]:
 
 def _only_overload(target: Any) -> Any:
     """The operator of a packet that has only one overload; else `target`."""
-    if not isinstance(target, torch._ops.OpOverloadPacket):
+    if not isinstance(target, torch_private.OpOverloadPacket):
         return target
     names = target.overloads()  # type: ignore[no-untyped-call]
     return getattr(target, names[0]) if len(names) == 1 else target
@@ -244,7 +244,7 @@ def _unsupported_call(
 def _hoist_autocast(node: fx.Node, devices: DeviceMapping) -> None:
     """Hoist autocast("cuda"), which takes a type: it changes only if the type does."""
     name = getattr(node.target, "__name__", "")
-    if name not in ("wrap_with_autocast", "_enter_autocast", "autocast"):
+    if name not in torch_private.autocast_functions:
         return
     if node.args and isinstance(node.args[0], str):
         node.args = (devices.type(node.args[0]), *node.args[1:])
@@ -257,9 +257,9 @@ def _note_strings(node: fx.Node, devices: DeviceMapping, where: str) -> None:
 
     Such as x.type("torch.cuda.FloatTensor"), which means the current device.
     """
-    if hasattr(node.target, "_schema"):
+    if torch_private.schema_of(node.target) is not None:
         return
-    for value in tree_leaves((node.args, node.kwargs)):
+    for value in torch_private.tree_leaves((node.args, node.kwargs)):
         if isinstance(value, str):
             devices.note_string(value, where)
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
+from coordinator import torch_private
 from drumline.compile_once.device_mapping import HoistError
 
 
@@ -54,14 +55,14 @@ def trace_portable(build: Callable[[], fx.GraphModule], world_size: int) -> fx.G
 @contextmanager
 def _fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     """A fake process group: its other ranks do not exist, and its collectives do nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     if dist.is_initialized():
         raise HoistError(
             f"rank {dist.get_rank()}: this process has a process group already, so it cannot "
             "act as another rank; trace before init_process_group, or in a process apart."
         )
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    dist.init_process_group(
+        "fake", rank=rank, world_size=world_size, store=torch_private.fake_store()
+    )
     try:
         yield
     finally:
@@ -71,7 +72,7 @@ def _fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 def check_no_process_groups(program: fx.GraphModule) -> None:
     """Raise HoistError if a collective of the program names a process group of the tracing rank."""
     for node in program.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
+        schema = torch_private.schema_of(node.target)
         if schema is None or "c10d" not in schema.name:
             continue
         for argument, value in zip(schema.arguments, node.args, strict=False):

@@ -23,9 +23,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from coordinator import Coordinator
+from coordinator import Coordinator, torch_private
 from drumline import timings
 from drumline.compile_once.artifact_cache import ArtifactCache, BuildError
 from drumline.core.consistency import run_on_all_ranks
@@ -231,7 +230,7 @@ def module_key(module: nn.Module, inputs: tuple[Any, ...], **facts: Any) -> str:
         [list(x.shape), list(x.stride()), str(x.dtype), x.device.type]
         if isinstance(x, torch.Tensor)
         else repr(x)
-        for x in tree_leaves(inputs)
+        for x in torch_private.tree_leaves(inputs)
     ]
     return fingerprint(
         *_texts(module),
@@ -306,14 +305,12 @@ def compile_weightless(
     options: Mapping[str, Any] | None = None,
 ) -> bytes:
     """An AOTInductor package of the model's code, without its weights."""
-    from torch._inductor import aoti_compile_and_package
-
     with torch.no_grad():
         program = torch.export.export(model, inputs, dynamic_shapes=dynamic_shapes)
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "model.pt2")
         configs = {**WEIGHTLESS_OPTIONS, **(options or {})}
-        aoti_compile_and_package(program, package_path=path, inductor_configs=configs)
+        torch_private.compile_package(program, path, configs)
         return Path(path).read_bytes()
 
 
@@ -321,16 +318,12 @@ def load_compiled(
     path: str | Path, state: Mapping[str, torch.Tensor], device: torch.device
 ) -> Callable[..., Any]:
     """The function in a weightless package, on a device, with these weights. Compiles nothing."""
-    from torch._inductor.package.package import AOTICompiledModel
-
-    # Not aoti_load_package: it asks a compiler what this CPU can do.
     index = -1 if device.type == "cpu" else device.index or 0
-    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)
-    package = AOTICompiledModel(loader)
+    package = torch_private.open_package(str(path), index)
     needed = package.get_constant_fqns()
     weights = {name: state[name].detach() for name in needed}
     package.load_constants(weights, check_full_update=True, user_managed=True)
-    return package
+    return package  # type: ignore[no-any-return]  # torch has no type for it
 
 
 def _compare_outputs(

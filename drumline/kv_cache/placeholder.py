@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from coordinator import torch_private
 from drumline.contact.cache_layers import has_state, num_tokens
 from drumline.errors import DrumlineError
 
@@ -49,7 +50,7 @@ class PlaceholderTensor(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.plain_functions():
             return self.clone().as_subclass(PlaceholderTensor)
 
 
@@ -59,11 +60,10 @@ ONE = torch.zeros((), dtype=torch.uint8)
 
 def make_placeholder(batch: int, tokens: int) -> torch.Tensor:
     """A placeholder of shape [batch, 1, tokens, 1]."""
-    plain = ONE.expand(batch, 1, tokens, 1)
-    return torch.Tensor._make_subclass(PlaceholderTensor, plain)
+    return ONE.expand(batch, 1, tokens, 1).as_subclass(PlaceholderTensor)
 
 
-counting_tokens = torch._C.DisableTorchFunctionSubclass
+counting_tokens = torch_private.plain_functions
 """Within this context, of one thread, a cache may do to placeholders all that it does to keys."""
 
 

@@ -13,11 +13,11 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import torch
 from torch import nn
 
+from coordinator import torch_private
 from drumline.checkpoint.model_tensors import named_tensors
 from drumline.checkpoint.plan_executor import execute
 from drumline.checkpoint.safetensors_index import TensorReader
@@ -139,9 +139,10 @@ def _exchange(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Tensors
     for name, tensor in tensors.items():
         owner, _, key = name.rpartition(".")
         part = module.get_submodule(owner)
-        table: dict[str, Any] = part._parameters if key in part._parameters else part._buffers
+        parameters, buffers = torch_private.own_tables(part)
+        table = parameters if key in parameters else buffers
         before[name] = table[key]
-        is_ready = table is part._buffers or isinstance(tensor, nn.Parameter)
+        is_ready = table is buffers or isinstance(tensor, nn.Parameter)
         table[key] = tensor if is_ready else nn.Parameter(tensor, requires_grad=False)
     return before
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map
 
+from coordinator import torch_private
 from drumline.errors import DrumlineError
 
 CONTAINERS = (tuple, list, dict)
@@ -34,13 +34,13 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def like(cls, hidden: torch.Tensor, source: LazySource, slot: int) -> LazyTensor:
-        lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(
+        lazy: LazyTensor = torch_private.make_wrapper(
             cls, hidden.shape, dtype=hidden.dtype, device=hidden.device
         )
         lazy.source, lazy.slot, lazy.home = source, slot, hidden.device
         return lazy
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch_private.no_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -99,11 +99,11 @@ class LazyUnknownShape(LazyTensor):
 
     @classmethod
     def like(cls, hidden: torch.Tensor, source: LazySource, slot: int) -> LazyTensor:
-        with torch._C.DisableTorchFunctionSubclass():  # which would fetch a withheld `hidden`
+        with torch_private.plain_functions():  # which would fetch a withheld `hidden`
             return super().like(hidden, source, slot)
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
+    def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return func(*fetch_all(args), **fetch_all(kwargs or {}))
@@ -120,4 +120,4 @@ def fetch_all(value: Any) -> Any:
         return tuple([fetched(item) for item in value])
     if type(value) is dict and not value:
         return value
-    return tree_map(fetched, value)
+    return torch_private.tree_map(fetched, value)

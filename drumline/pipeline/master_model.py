@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
+from coordinator import torch_private
 from drumline.checkpoint.plan_executor import LoadStats
 from drumline.core.device_map import DeviceMap
 from drumline.errors import DrumlineError, RefusedUse, exit_code
@@ -208,7 +208,7 @@ class _RefuseUnrecorded:
 
 def _fetch_output(module: nn.Module, args: Any, output: Any) -> Any:
     if torch.is_grad_enabled():
-        return tree_map(_forbid_gradient, fetch_all(output))
+        return torch_private.tree_map(_forbid_gradient, fetch_all(output))
     return fetch_all(output) if _has_lazy(output) else None
 
 

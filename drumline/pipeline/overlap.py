@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from coordinator import torch_private
 from drumline.contact.caches import cache_of, has_windows, is_of_transformers, is_plain, with_cache
 from drumline.contact.generate_options import keeps_rows_apart, unread_options
 from drumline.contact.outputs import join_chunks, join_rows
@@ -231,7 +232,7 @@ class MicrobatchMixin:
 
 def _is_hooked(module: Any) -> bool:
     """True if a hook of the script's own would be given a part of a batch."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    hooks = torch_private.forward_hooks(module)
     modules = [str(getattr(hook, "__module__", "")) for hook in hooks]
     return not all(name.startswith("drumline.") or is_of_transformers(name) for name in modules)
 

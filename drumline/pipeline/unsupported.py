@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 from transformers.utils import output_capturing
 
+from coordinator import torch_private
 from drumline.checkpoint.json_files import MERGE_ADAPTER
 from drumline.contact.caches import without_caches
 from drumline.errors import DrumlineError, RefusedUse
@@ -20,7 +20,10 @@ NO_TRAINING = "it is for inference, under torch.no_grad(); train on a model that
 NOT_COMPILED = "leave its forward as it is, for it waits for other ranks in every pass"
 
 REFUSED_METHODS = {
-    "_apply": ("moved or converted", "load it with the dtype= or device_map= that you want"),
+    torch_private.move_method: (
+        "moved or converted",
+        "load it with the dtype= or device_map= that you want",
+    ),
     "save_pretrained": ("saved", "copy the checkpoint that it was loaded from"),
     "load_state_dict": ("given other weights", "save them as a checkpoint and load that"),
     "add_adapter": ("given an adapter", MERGE_ADAPTER),
@@ -84,7 +87,7 @@ class UnsupportedMixin:
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model if it is there already; raise otherwise."""
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype = torch_private.parse_to(*args, **kwargs)
         there = device in (None, self.device)  # type: ignore[attr-defined]
         if there and dtype in (None, getattr(self, "dtype", None)):
             return self
@@ -99,16 +102,9 @@ class UnsupportedMixin:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """model.forward = torch.compile(model.forward): generate() failed inside of the tracing."""
-        if name == "forward" and hasattr(value, "_torchdynamo_orig_callable"):
+        if name == "forward" and torch_private.is_compiled(value):
             self._refuse("compiled", NOT_COMPILED)
         super().__setattr__(name, value)
-
-    @property
-    def _initialize_hook(self) -> Any:
-        """torch.compile(model) asks for it (OptimizedModule in torch/_dynamo/eval_frame.py), and
-        tracing would end in an error after minutes."""
-        self._refuse("compiled", NOT_COMPILED)
-        raise AttributeError("_initialize_hook")
 
     def _postprocess_outputs(self, seek_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Of Whisper: it copies the cache into the result, which is elsewhere. So the result has
@@ -135,6 +131,15 @@ def _refusing(name: str, verb: str, remedy: str) -> Callable[..., Any]:
 
     return method
 
+
+def _refuse_to_compile(self: UnsupportedMixin) -> Any:
+    """torch.compile(model) asks for it (OptimizedModule in torch/_dynamo/eval_frame.py), and
+    tracing would end in an error after minutes."""
+    self._refuse("compiled", NOT_COMPILED)
+    raise AttributeError(torch_private.compile_mark)
+
+
+setattr(UnsupportedMixin, torch_private.compile_mark, property(_refuse_to_compile))
 
 for _name, _why in REFUSED_METHODS.items():
     setattr(UnsupportedMixin, _name, _refusing(_name, *_why))
@@ -163,7 +168,7 @@ def make_read_only(
     kinds: dict[type[nn.Module], type[nn.Module]] = {}
     for inner, part in module.named_modules(prefix=name):
         kind = type(part)
-        if isinstance(part, _ReadOnlyModule) or not (part._modules or part._parameters):
+        if isinstance(part, _ReadOnlyModule) or not torch_private.declares_parts(part):
             continue  # such as an activation, which may be the same object in all layers
         if kind not in kinds:
             names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
@@ -249,10 +254,12 @@ class _ReadOnlyTensor:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         read_only = [
-            leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _ReadOnlyTensor)
+            leaf
+            for leaf in torch_private.tree_leaves((args, kwargs))
+            if isinstance(leaf, _ReadOnlyTensor)
         ]
         first = (args or list(kwargs.values()))[:1]
-        written = tree_leaves([kwargs.get("out"), first if _writes(func) else None])
+        written = torch_private.tree_leaves([kwargs.get("out"), first if _writes(func) else None])
         for tensor in read_only:
             if any(tensor is leaf for leaf in written):
                 name, rank = tensor.__dict__["_read_only_origin"]
@@ -267,13 +274,13 @@ class _ReadOnlyTensor:
                     "nothing there; write the weights that you want into a checkpoint and load "
                     "that, or give the layer to rank 0 in device_map."
                 )
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.plain_functions():
             result = func(*args, **kwargs)
             if type(result) is torch.Tensor:
-                memory = result.untyped_storage()._cdata
+                memory = result.untyped_storage()
                 for tensor in read_only:
                     own: Any = tensor
-                    if own.untyped_storage()._cdata == memory:  # .data, .detach(), a row
+                    if own.untyped_storage() is memory:  # .data, .detach(), a row
                         _make_tensor_read_only(result, *tensor.__dict__["_read_only_origin"])
         return result
 

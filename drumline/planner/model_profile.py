@@ -118,7 +118,7 @@ def layer_names(
         f"{name}.{key}"
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
-        for key in module._modules
+        for key in range(len(module))
     }
     whole = dict.fromkeys(_entry_around(name, entries) for name in names)
     yield from (name for name in whole if not is_inside(name, whole))

@@ -129,8 +129,8 @@ class Stage:
 
     def _is_plain(self) -> bool:
         """True if all weights are tensors of torch itself; quanto's take no inference mode."""
-        weights = itertools.chain(*(m._parameters.values() for m in self.modules.values()))
-        return {type(weight) for weight in weights} <= {nn.Parameter, type(None)}
+        weights = itertools.chain(*(m.parameters(recurse=False) for m in self.modules.values()))
+        return {type(weight) for weight in weights} <= {nn.Parameter}
 
     def _serve(self) -> int:
         while True:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import launcher
-from coordinator import Coordinator, CoordinatorError, FailureReason
+from coordinator import Coordinator, CoordinatorError, FailureReason, torch_private
 from drumline.errors import PeerLost, PlanError, WorkerExit
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import Memory
@@ -149,8 +149,8 @@ class Replanner:
         settings = getattr(model, "generation_config", None)
         model._leave.detach()
         for module in model.modules():  # their memory is needed for the new ones
-            module._parameters.clear()
-            module._buffers.clear()
+            for table in torch_private.own_tables(module):
+                table.clear()
         self.load(model, model._driver.lost)
         model.generation_config = settings
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from communicator import Communicator
+from coordinator import torch_private
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
@@ -110,12 +111,13 @@ def with_reduced_gradients(module: nn.Module, comm: Communicator) -> Callable[..
     plain = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        own = {name: p for name, p in module._parameters.items() if p is not None}
-        module._parameters.update({n: copy_to_ranks(p, comm) for n, p in own.items()})  # type: ignore[misc]
+        table, _ = torch_private.own_tables(module)
+        own = {name: parameter for name, parameter in table.items() if parameter is not None}
+        table.update({name: copy_to_ranks(p, comm) for name, p in own.items()})
         try:
             return plain(*args, **kwargs)
         finally:
-            module._parameters.update(own)
+            table.update(own)
 
     return forward
 

@@ -16,13 +16,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from communicator import Communicator
 from coordinator import Coordinator
 from drumline.errors import DrumlineError
 
 NUM_SEEDS = 1 << 40
+DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 RATE_NAMES = ("drop", "jitter")
 """Substrings of the attribute names of dropout and jitter probabilities."""
 
@@ -64,7 +71,7 @@ def has_dropout(model: nn.Module) -> bool:
         type(value) in (int, float) and value > 0 and any(rate in name for rate in RATE_NAMES)
         for module in model.modules()
         for name, value in (
-            [("dropout", module.p)] if isinstance(module, _DropoutNd) else vars(module).items()
+            [("dropout", module.p)] if isinstance(module, DROPOUTS) else vars(module).items()
         )
     )
 

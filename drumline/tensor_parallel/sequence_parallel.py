@@ -52,7 +52,8 @@ class SequenceParallel:
     def _calls_children_only(self, name: str) -> bool:
         """True if the layer computes by calling its children, so that wrapping those is enough."""
         layer, lists = self.model.get_submodule(name), (nn.ModuleList, nn.ModuleDict)
-        return not layer._parameters and not any(isinstance(c, lists) for c in layer.children())
+        is_bare = not any(True for _ in layer.parameters(recurse=False))
+        return is_bare and not any(isinstance(c, lists) for c in layer.children())
 
     def _wrap_stack(self, trunk: str, layers: list[str], norms: set[str]) -> None:
         """Layers that follow each other, and what their trunk calls before and behind them."""
@@ -91,7 +92,8 @@ class SequenceParallel:
             style = self.styles.get(f"{name}.{inner}")
             if inner and style is not None:
                 self._require_all_tokens(f"{name}.{inner}", part)
-            if style in INPUT_SHARDED and inner in module._modules and isinstance(part, nn.Linear):
+            is_child = inner and "." not in inner
+            if style in INPUT_SHARDED and is_child and isinstance(part, nn.Linear):
                 self._wrap_row(part)
         plain = module.forward
         has_columns = "colwise" in self.styles.get(name, "")

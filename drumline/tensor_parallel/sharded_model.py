@@ -20,7 +20,7 @@ import torch
 import transformers
 from torch import nn
 
-from coordinator import Coordinator
+from coordinator import Coordinator, torch_private
 from drumline.checkpoint.config_files import read_config, read_generation_config
 from drumline.checkpoint.json_files import read_json
 from drumline.checkpoint.model_tensors import WeightSources, named_tensors, replace_tensors
@@ -220,8 +220,8 @@ def empty_like(tensor: torch.Tensor, shape: Any, dtype: torch.dtype | None = Non
 def compute_buffers(model: Any, device: str) -> None:
     """Give the buffers that are in no checkpoint the values their module's code computes."""
     for name, module in model.named_modules():
-        buffers = module._buffers
-        todo = [key for key in module._non_persistent_buffers_set if buffers[key] is not None]
+        _, buffers = torch_private.own_tables(module)
+        todo = [key for key in torch_private.unsaved_buffers(module) if buffers[key] is not None]
         for key in todo:
             if buffers[key].is_meta:
                 buffers[key] = torch.full_like(buffers[key], _unset(buffers[key]), device=device)
@@ -245,15 +245,14 @@ def compute_buffers(model: Any, device: str) -> None:
 def _constructed(module: nn.Module, key: str, device: str) -> torch.Tensor:
     """A buffer that the constructor computes, from one that is given the same config; as it is, if
     that is not how the module was made, or if it were made with more weights than are borne."""
-    buffer = module._buffers[key]
-    assert buffer is not None
+    buffer: torch.Tensor = getattr(module, key)
     if sum(p.numel() for p in module.parameters()) > FEW:
         return buffer
     if set(inspect.signature(type(module)).parameters) - {"config", "device"}:
         return buffer  # made with more than the config, perhaps
     try:
         with torch.random.fork_rng(devices=[]):
-            made = type(module)(getattr(module, "config", None))._buffers[key]
+            made = getattr(type(module)(getattr(module, "config", None)), key)
     except Exception:
         return buffer
     return buffer if made is None or made.shape != buffer.shape else made.to(device, buffer.dtype)

@@ -14,10 +14,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
 from transformers.generation import stopping_criteria as stopping
 
+from coordinator import torch_private
 from drumline.contact import safetensors_api
 from drumline.core.group_monitor import GroupMonitor
 from drumline.errors import DrumlineError
@@ -42,7 +41,7 @@ def same_samples_on_all_ranks(monitor: GroupMonitor, device: torch.device) -> It
         _share_rng_state(monitor, device)
         yield
         return
-    if any(isinstance(mode, _SampleOnFirstRank) for mode in _get_current_dispatch_mode_stack()):
+    if any(isinstance(mode, _SampleOnFirstRank) for mode in torch_private.dispatch_modes()):
         yield  # an assistant, whose samples are shared already
         return
     monitor.coor.barrier()  # a rank that still sets the seed does so before the first sample
@@ -58,7 +57,7 @@ def _share_rng_state(monitor: GroupMonitor, device: torch.device) -> None:
         module.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), *place)
 
 
-class _SampleOnFirstRank(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _SampleOnFirstRank(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
     """Runs random operators on the first rank only, and broadcasts their results."""
 
     def __init__(self, monitor: GroupMonitor):
@@ -81,7 +80,9 @@ class _SampleOnFirstRank(TorchDispatchMode):  # type: ignore[no-untyped-call]
             contiguous = {str(n): x.contiguous() for n, x in enumerate(results)}
             self.monitor.broadcast(safetensors_api.to_bytes(contiguous))
             return samples
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        inputs = [
+            x for x in torch_private.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
+        ]
         data = self.monitor.broadcast(b"")
         if not data:
             raise DrumlineError(
@@ -91,7 +92,7 @@ class _SampleOnFirstRank(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = safetensors_api.from_bytes(data)
         where = inputs[0].device if inputs else torch.device("cpu")
         values = [tensors[str(n)].to(where) for n in range(len(tensors))]
-        if func._schema.is_mutable:
+        if torch_private.schema_of(func).is_mutable:
             return args[0].copy_(values[0])
         return values[0] if len(values) == 1 else tuple(values)
 
@@ -100,7 +101,9 @@ def _is_random(func: Any) -> bool:
     """True if its result is random. Attention is tagged so too, for its dropout in training."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
-    return not any("dropout" in argument.name for argument in func._schema.arguments)
+    return not any(
+        "dropout" in argument.name for argument in torch_private.schema_of(func).arguments
+    )
 
 
 def same_stopping_on_all_ranks(

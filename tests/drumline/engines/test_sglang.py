@@ -14,7 +14,7 @@ import torch
 from torch.distributed import HashStore, ProcessGroup
 
 from communicator import Unsupported
-from communicator.torch_interop import group_ranks
+from coordinator import torch_private
 from drumline.engines import parameters, record_of
 from drumline.engines import sglang as entry
 from tests.programs.recorded_interfaces import refusing, with_signature
@@ -138,7 +138,7 @@ def test_hooks_are_registered_around_the_calls_of_sglangs_groups(sglang):
 
 def test_the_calls_of_a_group_are_ours_and_of_one_rank_sglangs(ranks, sglang, monkeypatch):
     store = HashStore()
-    monkeypatch.setattr(group_ranks, "_get_process_group_store", lambda group: store)
+    monkeypatch.setattr(torch_private, "store_of", lambda group: store)
 
     def body(info):
         group = SimpleNamespace(world_size=3, cpu_group=ProcessGroup(info.rank, 3))

@@ -16,7 +16,7 @@ from torch.distributed import HashStore, ProcessGroup, irecv, isend
 
 import launcher
 from communicator import CommunicatorError, Unsupported
-from communicator.torch_interop import group_ranks
+from coordinator import torch_private
 from drumline.engines import parameters, record_of
 from drumline.engines import vllm as entry
 from tests.programs.recorded_interfaces import refusing, with_signature
@@ -119,7 +119,7 @@ def vllm(monkeypatch):
 def groups(monkeypatch):
     """groups(rank, n): a process group that vLLM might pass, its store being that of all."""
     store = HashStore()
-    monkeypatch.setattr(group_ranks, "_get_process_group_store", lambda group: store)
+    monkeypatch.setattr(torch_private, "store_of", lambda group: store)
     return ProcessGroup
 
 
