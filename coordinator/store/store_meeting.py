@@ -1,4 +1,4 @@
-"""How ranks that share a torch Store find each other: the first of them serves, and says where.
+"""The meeting of ranks that share a torch Store: the first of them serves, and says where.
 
 info, location = meet(store, rank, world_size, timeout_s=300.0)
 
@@ -49,7 +49,7 @@ MOST_PAUSES = 4  # a pause is at most this part of the time waited
 
 @dataclass(frozen=True)
 class _Introduction:
-    """What a rank says of itself under the prefix.
+    """The facts that a rank gives of itself under the prefix.
 
     peer: its process, packed. launch_id: of its launch, "" if that has no secret. address, port,
     secret: of the first rank's server; the secret, in hexadecimal, is for ranks without a launch.
