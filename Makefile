@@ -23,6 +23,7 @@ help:
 	@echo "make test        run the tests (TESTS=tests/launcher for some of them)"
 	@echo "make test-lowest run some of the tests with the lowest versions that are promised"
 	@echo "make soak        run the tests that take long (many ranks, many random faults)"
+	@echo "make sanitize    build the native parts with sanitizers, and run the tests that exercise them"
 	@echo "make lint        check format, style and types"
 	@echo "make cuda-check  compile the CUDA code (needs nvcc)"
 	@echo "make gpu         test and measure on this machine's GPU; writes build/gpu-results.tgz (no network)"
@@ -73,6 +74,34 @@ test-lowest: $(VENV)/ready .venv-lowest/ready
 soak: $(VENV)/ready
 	@echo "== running the tests that take long: many ranks, many random faults, large messages"
 	@$(BIN)/python -m pytest -m soak $(TESTS)
+
+# The native parts built anew in a copy, and the tests that exercise them, with ranks as threads:
+# once with AddressSanitizer and UBSan, once with ThreadSanitizer. A report fails the target. Without
+# leaks, which Python has by design; setarch, for a random address space is too large for TSan.
+SANITIZED := build/sanitize
+SANITIZED_TESTS ?= tests/communicator/native/test_odd_tensors.py tests/communicator/backends/test_shm.py \
+    tests/communicator/backends/test_shm_empty.py tests/communicator/backends/test_tcp.py \
+    tests/coordinator/test_operations.py tests/coordinator/control/test_encryption.py
+SANITIZERS_address := address,undefined
+SANITIZERS_thread := thread
+PRELOADED_address := libasan.so libstdc++.so
+PRELOADED_thread := libtsan.so libstdc++.so
+.PHONY: sanitize sanitize-address sanitize-thread
+sanitize: sanitize-address sanitize-thread
+sanitize-address sanitize-thread: sanitize-%: .venv/ready
+	@echo "== building the native parts with -fsanitize=$(SANITIZERS_$*) in $(SANITIZED)/$*"
+	@rm -rf $(SANITIZED)/$* && mkdir -p $(SANITIZED)/$*
+	@cp -r $(LAYERS) csrc tests examples setup.py pyproject.toml README.md $(SANITIZED)/$*
+	@find $(SANITIZED)/$* -name '*.so' -delete
+	@cd $(SANITIZED)/$* && CFLAGS="-fsanitize=$(SANITIZERS_$*) -fno-omit-frame-pointer" \
+	  LDFLAGS="-fsanitize=$(SANITIZERS_$*)" $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
+	@echo "== running $(SANITIZED_TESTS)"
+	@cd $(SANITIZED)/$* && OMP_NUM_THREADS=1 \
+	  LD_PRELOAD="$(foreach name,$(PRELOADED_$*),$$($(or $(CC),gcc) -print-file-name=$(name)))" \
+	  ASAN_OPTIONS=detect_leaks=0:log_path=report UBSAN_OPTIONS=print_stacktrace=1:log_path=report \
+	  TSAN_OPTIONS=ignore_noninstrumented_modules=1:exitcode=0:log_path=report \
+	  setarch -R $(CURDIR)/$(BIN)/python -m pytest -q -p no:cacheprovider --timeout 900 $(SANITIZED_TESTS)
+	@cd $(SANITIZED)/$* && ! grep -H . report.* 2> /dev/null
 
 .PHONY: lint
 lint: $(VENV)/ready
