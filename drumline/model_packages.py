@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import re
+import logging
 from functools import cache
 from importlib import metadata
 
+from drumline.contact import releases
 from drumline.errors import MissingPackage
+
+log = logging.getLogger("drumline")
 
 LOWEST = {"transformers": (5, 21), "accelerate": (1, 1), "safetensors": (0, 8), "rich": (13,)}
 """Their lowest versions, as pyproject.toml has them."""
@@ -20,8 +23,16 @@ def require(*names: str) -> None:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
             version = ""
-        if tuple(map(int, re.findall(r"\d+", version)[:2])) < LOWEST[name]:
+        if releases.minor(version) < LOWEST[name]:
             raise MissingPackage(_describe(name, version))
+
+
+@cache
+def warn_of_unread() -> None:
+    """Log a warning for each library that is newer than drumline's code for it; once a process."""
+    for name in releases.READ:
+        if sentence := releases.unread(name, releases.installed(name)):
+            log.warning("rank 0: %s", sentence)
 
 
 def _describe(name: str, version: str) -> str:

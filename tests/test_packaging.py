@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 
 import drumline.cli
 from drumline import model_packages
+from drumline.contact import releases
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("launcher", "coordinator", "communicator", "drumline")
@@ -229,6 +230,16 @@ def test_a_layer_and_all_its_names_import_with_its_own_dependencies_alone(packag
     command = [sys.executable, "-c", IMPORT_ALL, package, *undeclared]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.stdout.strip() == f"imported {package}", done.stderr
+
+
+def test_a_range_ends_with_the_newest_release_that_was_read():
+    """A range without an end promised transformers 5.24 before anybody had read it."""
+    ranges = {
+        r.name: r.specifier for r in map(Requirement, PROJECT["optional-dependencies"]["models"])
+    }
+    for name in releases.READ:
+        ends = [s.version for s in ranges[name] if s.operator == "<"]
+        assert ends == [releases.end_of_range(name)], name
 
 
 def test_the_packages_that_models_need_are_those_of_their_extra():

@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import transformers
-from transformers import dynamic_module_utils
-
 from drumline.checkpoint.headers.file_bounds import CONFIG, MAX_LAYERS, FieldError
 from drumline.checkpoint.headers.gguf_header import read_gguf_header
 from drumline.checkpoint.json_files import check_has_config, check_regular_files, read_json
 from drumline.checkpoint.safetensors_index import Index, read_index
+from drumline.contact.loading import configs
+from drumline.contact.loading.models import class_from_code
+from drumline.contact.releases import installed
 from drumline.errors import CheckpointError
 
 LAYER_COUNT_SUFFIXES = (
@@ -45,16 +45,16 @@ def read_config(
     _check_no_pickles(folder, content)
     _check_numbers(folder, content, read_index(folder))
     try:
-        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return configs.read_config(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # each kind of config checks its fields in a way of its own
-        is_known = str(content.get("model_type")) in transformers.CONFIG_MAPPING
+        is_known = configs.knows_model_type(str(content.get("model_type")))
         if "auto_map" in content and not is_known and not trust_remote_code:
             raise _remote_code_error(folder, "config.json", content) from error
         why = textwrap.shorten(str(error), 300)
         raise CheckpointError(
             f"{folder}/config.json describes no model that transformers "
-            f"{transformers.__version__} knows ({why}); copy it again, or install the version that "
-            "wrote it."
+            f"{installed('transformers')} knows ({why}); copy it again, or install the version "
+            "that wrote it."
         ) from error
 
 
@@ -68,9 +68,7 @@ def read_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
     settings = folder / "tokenizer_config.json"
     content = read_json(settings) if settings.exists() else {}
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, **options
-        )
+        tokenizer = configs.read_tokenizer(folder, trust_remote_code=trust_remote_code, **options)
         if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
             raise ValueError("its vocabulary is empty")  # as transformers makes one of no files
         return tokenizer
@@ -89,9 +87,9 @@ def read_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
 def _remote_code_error(folder: Path, file: str, content: Mapping[str, Any]) -> CheckpointError:
     return CheckpointError(
         f"{folder} brings Python code of its own ({file} has auto_map={content['auto_map']!r:.200}"
-        f"), which is not run, and transformers {transformers.__version__} has none for it; if you "
-        "trust it, load the model with trust_remote_code=True, or install a version that can read "
-        "the checkpoint itself."
+        f"), which is not run, and transformers {installed('transformers')} has none for it; if "
+        "you trust it, load the model with trust_remote_code=True, or install a version that can "
+        "read the checkpoint itself."
     )
 
 
@@ -104,8 +102,7 @@ def remote_class(folder: Path, config: Any) -> type[Any] | None:
     references = [str(reference) for key, reference in auto_map.items() if key != "AutoConfig"]
     for reference in references:
         if reference.rpartition(".")[2] in names:
-            cls: type[Any] = dynamic_module_utils.get_class_from_dynamic_module(reference, folder)
-            return cls
+            return class_from_code(reference, folder)
     return None
 
 
@@ -118,11 +115,9 @@ def code_digest(folder: Path) -> str:
 
 def read_generation_config(path: str | Path) -> Any:
     """The generation settings of a checkpoint; in older ones, those in its config.json."""
-    older = {"config_file_name": "config.json", "_from_model_config": True}
     file = Path(path, "generation_config.json")
     try:
-        options = {} if file.exists() else older
-        return transformers.GenerationConfig.from_pretrained(path, **options)
+        return configs.read_generation_settings(path, is_in_config=not file.exists())
     except Exception as error:  # its fields are checked in many ways
         why = textwrap.shorten(str(error), 300)
         raise CheckpointError(

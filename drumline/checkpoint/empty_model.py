@@ -7,18 +7,17 @@ model is made empty here and filled block by block; where they compute, transfor
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.modeling_utils import LoadStateDictInfo
 
 from drumline.checkpoint.model_tensors import named_tensors
 from drumline.checkpoint.safetensors_index import Index, read_index
 from drumline.checkpoint.shard_plan import fills_exactly
 from drumline.checkpoint.weight_map import WeightMap, map_weights
+from drumline.contact.loading.weights import build_unfilled, load_placed, place_buffers
 from drumline.core.meta_init import model_building
 from drumline.errors import CheckpointError
 
@@ -40,25 +39,15 @@ def empty_model(
     """
     weight_maps: list[WeightMap] = []
 
-    def read(model: Any, *unused: Any) -> tuple[Any, None]:
+    def match(model: Any) -> tuple[Iterable[str], Iterable[str]]:
         weight_maps.append(map_weights(model, index))
         _refuse_mismatches(path, dict(named_tensors(model)), weight_maps[0], index)
-        for _, tensor in named_tensors(model):
-            tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # it will be
-        return _report(weight_maps[0]), None
+        return weight_maps[0].missing, weight_maps[0].surplus
 
     with model_building(cls, path):
-        model, report = _reading(cls, dict(places), read).from_pretrained(
-            None,
-            config=config,
-            state_dict={},
-            dtype=dtype,
-            device_map={"": "cpu"},
-            output_loading_info=True,
-            **options,
-        )
+        model, report = build_unfilled(cls, config, dtype, match, **options)
+        place_buffers(model, places)
     _check(path, report, index, weight_maps[0].stored_as)
-    model.__class__ = cls
     return model, weight_maps[0]
 
 
@@ -71,16 +60,9 @@ def load_shard(
     while.
     """
     with model_building(cls, path):
-        model, report = _reading(cls, dict(places), None).from_pretrained(
-            path,
-            dtype=dtype,
-            device_map={"": "cpu"},
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report, and an error below
-            **options,
-        )
+        model, report = load_placed(cls, path, places, dtype, **options)
+        place_buffers(model, places)
     _check(path, report, read_index(path), {})
-    model.__class__ = cls
     if hasattr(model, "ct_decompress_hook"):
         _decompress(model)
     return model
@@ -94,43 +76,6 @@ def _decompress(model: Any) -> None:
         if not any(tensor.is_meta for tensor in module.parameters(recurse=False)):
             decompress_module(module)
     model.hf_quantizer.compressor.remove_decompression_hook(model)
-
-
-def _reading(
-    cls: type[Any], places: dict[str, Any], instead: Callable[..., Any] | None
-) -> type[Any]:
-    """`cls`, reading with the device map `places` where it believes that it reads everything.
-
-    instead: what reads, in place of transformers' own. A subclass rather than a replaced function:
-    nothing outside this call sees it. It keeps the name of `cls`, by which transformers looks
-    things up.
-    """
-
-    def own(config: Any) -> Any:
-        return dataclasses.replace(config, device_map=places)
-
-    def read(model: Any, state_dict: Any, files: Any, config: Any, *rest: Any) -> Any:
-        reader = instead or cls._load_pretrained_model
-        return reader(model, state_dict, files, own(config), *rest)
-
-    def finish(model: Any, config: Any, report: Any) -> Any:
-        return cls._finalize_model_loading(model, own(config), report)
-
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    methods = {
-        "_load_pretrained_model": staticmethod(read),
-        "_finalize_model_loading": staticmethod(finish),
-    }
-    return type(cls.__name__, (cls,), {**names, **methods})
-
-
-def _report(weight_map: WeightMap) -> Any:
-    """The report of transformers on a checkpoint after loading it."""
-    kinds = {"error_msgs": list, "conversion_errors": dict}
-    names = [field.name for field in dataclasses.fields(LoadStateDictInfo)]
-    report = LoadStateDictInfo(**{name: kinds.get(name, set)() for name in names})
-    report.missing_keys, report.unexpected_keys = set(weight_map.missing), set(weight_map.surplus)
-    return report
 
 
 def _refuse_mismatches(

@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import transformers
-
 from coordinator import Coordinator
 from drumline.checkpoint import safetensors_index
 from drumline.checkpoint.config_files import code_digest, read_config, remote_class
 from drumline.checkpoint.copy_check import CopyCheck, file_identity, group_by_copy
 from drumline.checkpoint.json_files import ADAPTER_FILE
 from drumline.checkpoint.safetensors_index import Index
+from drumline.contact.loading.configs import config_from_fields, knows_model_type
+from drumline.contact.releases import installed
 from drumline.core.consistency import check_same_on_all_ranks, run_and_share, run_on_all_ranks
 from drumline.errors import CheckpointError, DrumlineError
 
@@ -168,12 +168,11 @@ def choose_config(stored: Any, user_config: Any) -> Any:
 
 
 def config_from_json(fields: Mapping[str, Any]) -> Any:
-    """The config that another rank wrote as JSON, which has no infinity of its own."""
+    """The config that another rank wrote as JSON."""
     model_type = fields["model_type"]
-    if model_type not in transformers.CONFIG_MAPPING:
+    if not knows_model_type(model_type):
         raise CheckpointError(
-            f"transformers {transformers.__version__} does not know the model type {model_type!r},"
+            f"transformers {installed('transformers')} does not know the model type {model_type!r},"
             " and this rank has no files with its code; copy the checkpoint to this rank too."
         )
-    plain = transformers.PreTrainedConfig._decode_special_floats(fields)
-    return transformers.CONFIG_MAPPING[model_type].from_dict(plain)
+    return config_from_fields(fields)

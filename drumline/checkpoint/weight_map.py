@@ -6,18 +6,17 @@ tensor each). Here its own tables are read, and what they would do to tensors is
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import core_model_loading as loading
-from transformers.conversion_mapping import get_model_conversion_mapping
 
 from drumline.checkpoint.model_tensors import WeightSources, named_tensors, tied_names
 from drumline.checkpoint.safetensors_index import Index
 from drumline.checkpoint.shard_plan import SourceSlice, whole_tensor
+from drumline.contact.loading.models import dtype_plan, is_ignored
+from drumline.contact.loading.weights import Conversion, KeyMapping, Operation, natural_key
 from drumline.core.shards import Region
 from drumline.errors import CheckpointError
 
@@ -46,22 +45,17 @@ def map_weights(model: Any, index: Index) -> WeightMap:
     Raises NotStreamable for conversions that change more than where a tensor lies.
     """
     state = dict(named_tensors(model))
-    transforms = get_model_conversion_mapping(model)
-    renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
+    mapping = KeyMapping(model, state)
     plain: dict[str, Sequence[SourceSlice]] = {}
     joined: dict[str, dict[str, list[str]]] = {}
-    for key in sorted(index, key=loading.dot_natural_key):
-        prefix = model.base_model_prefix
-        name, pattern = loading.rename_source_key(key, renamings, converters, prefix, state)
-        if name not in state and key in state:
-            name, pattern = loading.rename_source_key(key, [], [], prefix, state)
+    for key in sorted(index, key=natural_key):
+        name, pattern = mapping.rename(key)
         if pattern is None:
             plain[name] = whole_tensor(key, index[key].shape)
         else:
             joined.setdefault(name, {}).setdefault(pattern, []).append(key)
     for name, keys in joined.items():
-        plain.update(_convert(name, keys, converters, index))
+        plain.update(_convert(name, keys, mapping.conversion(keys), index))
     slices = {name: tuple(pieces) for name, pieces in plain.items() if name in state}
     missing, surplus = state.keys() - plain.keys(), plain.keys() - state.keys()
     stored_as = {name: pieces[0].key for name, pieces in plain.items()}
@@ -74,8 +68,7 @@ def weight_sources(model: Any, index: Index) -> WeightSources:
     Raises CheckpointError for stored tensors that the model has no place for, and NotStreamable.
     """
     weight_map = map_weights(model, index)
-    ignored = model._keys_to_ignore_on_load_unexpected or ()
-    left = [n for n in sorted(weight_map.surplus) if not any(re.search(p, n) for p in ignored)]
+    left = [name for name in sorted(weight_map.surplus) if not is_ignored(model, name)]
     if left:
         places = ", ".join(f"{n} in {index[weight_map.stored_as[n]].file}" for n in left[:5])
         raise CheckpointError(
@@ -94,29 +87,25 @@ def merge_tied_names(model: Any, slices: Mapping[str, tuple[SourceSlice, ...]]) 
 
 def dtype_overrides(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The tensors that the model wants in another dtype than the one it is loaded in."""
-    plan = model._get_dtype_plan(dtype)
-    if not plan:
-        return {}
-    pattern, by_group, _ = loading.build_glob_alternation(list(plan))
-    matches = {name: pattern.search(name) for name, _ in named_tensors(model)}
-    return {name: plan[by_group[match.lastgroup]] for name, match in matches.items() if match}
+    dtype_of = dtype_plan(model, dtype)
+    dtypes = {name: dtype_of(name) for name, _ in named_tensors(model)}
+    return {name: other for name, other in dtypes.items() if other is not None}
 
 
 def _convert(
-    name: str, keys: dict[str, list[str]], converters: Sequence[Any], index: Index
+    name: str, keys: dict[str, list[str]], conversion: Conversion, index: Index
 ) -> dict[str, Sequence[SourceSlice]]:
     """Apply a chain of operations to stored tensors, which come by the pattern they matched.
 
     `name` is that of the first result; the others follow from the target patterns.
     """
-    converter = next(c for c in converters if set(keys) <= set(c.source_patterns))
     parts = {
         pattern: [(index[key].shape, whole_tensor(key, index[key].shape)) for key in keys[pattern]]
-        for pattern in converter.source_patterns
+        for pattern in conversion.sources
         if pattern in keys
     }
-    for operation in converter.operations:
-        parts = _operate(name, operation, parts, converter.target_patterns)
+    for operation in conversion.operations:
+        parts = _operate(name, operation, parts, conversion.targets)
     if len(parts) == 1:
         (((_, slices),),) = parts.values()
         return {name: slices}
@@ -125,21 +114,19 @@ def _convert(
 
 
 def _operate(
-    name: str, operation: Any, parts: dict[str, list[DescribedTensor]], targets: Sequence[str]
+    name: str, operation: Operation, parts: dict[str, list[DescribedTensor]], targets: Sequence[str]
 ) -> dict[str, list[DescribedTensor]]:
     """One operation of transformers, done to tensors that are only described."""
-    kind = type(operation).__name__
     tensors = [tensor for tensors in parts.values() for tensor in tensors]
-    counted = getattr(operation, "num_shards_attribute", None) is not None
-    if kind == "MergeModulelist" and operation.dim == 0:
+    if operation.verb == "stack":
         return {pattern: [_stack(name, tensors)] for pattern, tensors in parts.items()}
-    if kind == "Concatenate":
+    if operation.verb == "concatenate":
         return {name: [_concatenate(name, tensors, operation.dim)]}
-    if kind == "Chunk" and len(tensors) == 1 and not counted:
+    if operation.verb == "chunk" and len(tensors) == 1:
         chunks = _chunks(tensors[0], operation.dim, len(targets))
         return {target: [chunk] for target, chunk in zip(targets, chunks, strict=True)}
     raise NotStreamable(
-        f"{name} is made by {kind}, which computes what it loads, so no rank could read "
+        f"{name} is made by {operation.kind}, which computes what it loads, so no rank could read "
         "its own part only; load this model with device_map, without a mesh."
     )
 

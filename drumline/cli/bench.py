@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 
+from drumline.contact.releases import installed
 from drumline.core.device_map import format_nbytes
 from drumline.strategies.load import Memory
 from drumline.strategies.with_model import (
@@ -116,7 +116,7 @@ def _report(model: Any, timings: list[GenerationTiming]) -> str:
     facts = {
         "model": f"{type(model).__name__}, {format_nbytes(sum(model.device_map.nbytes.values()))}",
         "ranks": len(model.device_map.ranks),
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        "versions": f"torch {torch.__version__}, transformers {installed('transformers')}",
         "threads": torch.get_num_threads(),
     }
     units = ("first token (ms)", "prefill (tokens/s)", "decode (tokens/s)", "per hop")

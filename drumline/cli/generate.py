@@ -9,8 +9,8 @@ import time
 from typing import Any
 
 import torch
-from transformers import TextStreamer
 
+from drumline.contact.loading.configs import TextPrinter
 from drumline.core.device_map import format_nbytes
 from drumline.errors import DrumlineError
 from drumline.strategies.load import Memory
@@ -85,7 +85,7 @@ def _stream(model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, seed: 
     return streamer.summary(num_prompt, tokens.shape[1] - num_prompt, model.traffic)
 
 
-class TimedStreamer(TextStreamer):  # type: ignore[misc]
+class TimedStreamer(TextPrinter):
     """A streamer that notes the time of each token."""
 
     def __init__(self, tokenizer: Any) -> None:

@@ -6,7 +6,6 @@ drumline auto -n 2 script.py
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import runpy
 import sys
@@ -14,11 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import is_accelerate_available
-
+from drumline.contact.loading.configs import is_config
+from drumline.contact.loading.models import loading_replaced, no_code_prompt
 from drumline.core.device_map import DeviceMap
-from drumline.core.meta_init import no_code_prompt
 from drumline.errors import DrumlineError, exit_code
 from drumline.planner.plan import KINDS
 from drumline.strategies.load import load
@@ -41,28 +38,24 @@ def models_over_all_ranks() -> Iterator[None]:
 
     It patches transformers for the whole process, which is to run this script alone.
     """
-    original = PreTrainedModel.__dict__["from_pretrained"]
     loaded: list[Any] = []
 
-    @functools.wraps(original.__func__)  # load() looks there for the options that there are
-    def from_pretrained(cls: Any, path: Any, *args: Any, **options: Any) -> Any:
+    def load_model(cls: Any, plain: Any, path: Any, *args: Any, **options: Any) -> Any:
         if options.get("device_map") not in KINDS:
-            return original.__func__(cls, path, *args, **options)
+            return plain(cls, path, *args, **options)
         _check_single(loaded, path)
         loaded.append(load_over_all_ranks(cls, path, options))
-        if is_accelerate_available():  # which hooks encoders of models that have this attribute
-            loaded[0].hf_device_map = devices_by_module(loaded[0].device_map)
+        loaded[0].hf_device_map = devices_by_module(loaded[0].device_map)
         return loaded[0]
 
-    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
     code = 0
     try:
-        yield
+        with loading_replaced(load_model):
+            yield
     except BaseException as error:
         code = exit_code(error)
         raise
     finally:
-        PreTrainedModel.from_pretrained = original
         for model in loaded:
             model.close(code)
 
@@ -93,7 +86,7 @@ def load_over_all_ranks(cls: Any, path: Any, options: dict[str, Any]) -> Any:
     config = options.pop("config", None)
     dtype = options.pop("dtype", options.pop("torch_dtype", None))
     placement = {key: options.pop(key) for key in ("device_map", "max_memory") if key in options}
-    if not isinstance(config, PreTrainedConfig) and (folder / "config.json").is_file():
+    if not is_config(config) and (folder / "config.json").is_file():
         read_config = cls.config_class.from_pretrained
         config, options = read_config(config or folder, return_unused_kwargs=True, **options)
     return load(folder, cls=cls, dtype=dtype, config=config, **placement, **options)

@@ -6,38 +6,142 @@ Only modules of this package import this one. They offer drumline's own verbs, s
 
 from __future__ import annotations
 
+import transformers
 from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
     Cache,
     DynamicCache,
     EncoderDecoderCache,
+    GenerationConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     QuantizedCache,
     StaticCache,
+    TextStreamer,
+    dynamic_module_utils,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import rename_source_key
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+)
+from transformers.modeling_utils import LoadStateDictInfo
+from transformers.quantizers.auto import get_hf_quantizer
 from transformers.utils import ModelOutput
 
-READ_IN = "5.21.0, 5.22.2, 5.23.0, 5.24.0"
+from drumline.contact.releases import READ
+
+READ_IN = ", ".join(READ["transformers"])
 """Releases whose source was read for every name below, where none is given."""
 
 NAMES: dict[str, tuple[str, str]] = {
+    "AutoConfig": ("the config of a checkpoint, also one with code of its own", READ_IN),
+    "AutoTokenizer": ("the tokenizer of a checkpoint or of a GGUF file", READ_IN),
+    "CONFIG_MAPPING": ("the kind of a config whose fields came from another rank", READ_IN),
     "Cache": ("the kind of the value in a pass that is its cache, whatever its key", READ_IN),
     "DynamicCache": ("the cache that grows, built again on other ranks", READ_IN),
     "EncoderDecoderCache": ("a pair of caches, which other ranks get as two", READ_IN),
+    "GenerationConfig": ("the generation settings of a checkpoint and of the server", READ_IN),
+    "LoadStateDictInfo": ("reports what a checkpoint lacks, where drumline reads it", READ_IN),
+    "MODEL_FOR_CAUSAL_LM_MAPPING": (
+        "the class of a GGUF file's model, whose config names none",
+        READ_IN,
+    ),
     "ModelOutput": ("outputs that are built again from their parts", READ_IN),
-    "PreTrainedConfig": ("a tiny config, for caches on which kinds of layers are tried", READ_IN),
+    "PreTrainedConfig": (
+        "tells a config from a path, and tiny ones for caches on which kinds of layers are tried",
+        READ_IN,
+    ),
+    "PreTrainedModel": ("its from_pretrained, and which classes and modules are models", READ_IN),
     "QuantizedCache": ("the cache of which only some tokens are as they were put in", READ_IN),
     "StaticCache": ("the cache of fixed size, built again on other ranks", READ_IN),
+    "TENSOR_PROCESSORS": ("lay weights of a GGUF file out as a model has them", READ_IN),
+    "TensorProcessor": ("the one for architectures of GGUF without one of their own", READ_IN),
+    "TextStreamer": ("prints what `drumline generate` makes, word by word", READ_IN),
+    "dynamic_module_utils": (
+        "the class that a checkpoint's own code defines; its constant TIME_OUT_REMOTE_CODE is set "
+        "to 0 while models are built, for a rank must not ask on stdin, and nothing else turns "
+        "the question off for a config within a config",
+        READ_IN,
+    ),
+    "get_gguf_hf_weights_map": ("the names of a GGUF file's tensors in a model", READ_IN),
+    "get_hf_quantizer": ("the sizes that quantized weights will have in memory", READ_IN),
+    "get_model_conversion_mapping": (
+        "the tables by which stored weights are renamed, stacked and joined for a kind of model",
+        READ_IN,
+    ),
+    "rename_source_key": ("applies these tables to one stored key", READ_IN),
 }
 """Each name that is taken, by import or as an attribute: why, and the releases it was read in."""
 
+UNDERSCORES: dict[str, tuple[str, str]] = {
+    "_attn_implementation": (
+        "the attention of a config, which ranks must share; the public setter has no getter",
+        READ_IN,
+    ),
+    "_ep_plan": ("a model's plan for experts; its config has it without a prefix", READ_IN),
+    "_experts_implementation": (
+        "how experts are run; the public getter is of models, and a module of experts is none",
+        READ_IN,
+    ),
+    "_from_config": (
+        "builds a class that is known by name, as AutoModel.from_config does for its own choice",
+        READ_IN,
+    ),
+    "_from_model_config": ("reads generation settings out of an older config.json", READ_IN),
+    "_get_dtype_plan": ("the tensors that a model keeps in float32", READ_IN),
+    "_init_weights": (
+        "computes the buffers of one module, as each kind of model defines it; the public "
+        "initialize_weights passes over modules that were built once",
+        READ_IN,
+    ),
+    "_is_expert_parallel": ("tells experts that they are some of all", READ_IN),
+    "_is_hf_initialized": (
+        "marks weights that are read later, for which numbers would be drawn first: to skip each "
+        "initializer instead tripled the time that an empty model takes",
+        READ_IN,
+    ),
+    "_keys_to_ignore_on_load_unexpected": ("stored tensors that may be left over", READ_IN),
+    "_load_pretrained_model": (
+        "what reads, in from_pretrained: given its device map, it would hook every module and "
+        "quantizers would refuse it, as modules of other ranks are on meta",
+        READ_IN,
+    ),
+    "_no_split_modules": ("classes whose modules stay on one device, as accelerate reads", READ_IN),
+    "_tp_plan": ("a model's plan for sharded layers; its config has it without a prefix", READ_IN),
+}
+"""Attributes and arguments with an underscore, where no public one serves: why, and where read."""
+
 __all__ = [
+    "CONFIG_MAPPING",
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
     "NAMES",
     "READ_IN",
+    "TENSOR_PROCESSORS",
+    "UNDERSCORES",
+    "AutoConfig",
+    "AutoTokenizer",
     "Cache",
     "DynamicCache",
     "EncoderDecoderCache",
+    "GenerationConfig",
+    "LoadStateDictInfo",
     "ModelOutput",
     "PreTrainedConfig",
+    "PreTrainedModel",
     "QuantizedCache",
     "StaticCache",
+    "TensorProcessor",
+    "TextStreamer",
+    "dynamic_module_utils",
+    "get_gguf_hf_weights_map",
+    "get_hf_quantizer",
+    "get_model_conversion_mapping",
+    "rename_source_key",
+    "transformers",
 ]

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
-import transformers
 
 from coordinator import Coordinator, RemoteError
+from drumline.contact.loading.configs import attention_of
+from drumline.contact.releases import installed
 from drumline.errors import CheckpointError, DrumlineError, PlanError
 
 T = TypeVar("T")
@@ -26,10 +27,10 @@ def model_facts(model: Any, dtype: torch.dtype) -> dict[str, str]:
     """Settings and versions that must be equal on all ranks for the parts to make one model."""
     return {
         "config": model.config.to_json_string(),
-        "attn_implementation": str(model.config._attn_implementation),
+        "attn_implementation": str(attention_of(model.config)),
         "dtype": str(dtype),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": installed("transformers"),
     }
 
 

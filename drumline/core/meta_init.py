@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
-from transformers import dynamic_module_utils
 
+from drumline.contact.loading.models import no_code_prompt
 from drumline.errors import CheckpointError, DrumlineError
 
 INITIALIZERS = {
@@ -71,17 +71,3 @@ def model_building(kind: type[Any], source: Any = "its config.json") -> Iterator
                 f"no {kind.__name__} can be built from {source} ({error!r:.500}), so there is "
                 "nothing to load; copy it again, or install what it takes."
             ) from error
-
-
-@contextlib.contextmanager
-def no_code_prompt() -> Iterator[None]:
-    """Let transformers refuse the code of a checkpoint at once, where it would ask on stdin.
-
-    For one thread at a time. It raises ValueError; trust_remote_code=True still runs the code.
-    """
-    timeout_s = dynamic_module_utils.TIME_OUT_REMOTE_CODE
-    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
-    try:
-        yield
-    finally:
-        dynamic_module_utils.TIME_OUT_REMOTE_CODE = timeout_s

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
+from drumline.contact.loading.models import loading_options
 from drumline.core.device_map import Place
 from drumline.core.mesh import num_stages
 from drumline.errors import PlanError
@@ -73,11 +72,7 @@ class LoadOptions:
 
     def check_rest(self, kind: type[Any]) -> None:
         """Raise PlanError for options that neither from_pretrained nor the model's class has."""
-        code = inspect.unwrap(PreTrainedModel.from_pretrained).__code__
-        names = [name for c in code.co_consts for name in (c if isinstance(c, tuple) else (c,))]
-        accepted = {*names, *code.co_varnames, *inspect.signature(kind).parameters}
-        accepted |= {"attn_implementation", "experts_implementation"}
-        if unknown := sorted(self.rest.keys() - accepted):
+        if unknown := sorted(self.rest.keys() - loading_options(kind)):
             raise PlanError(
                 f"load() has no option {unknown[0]}, and neither has {kind.__name__}."
                 "from_pretrained; leave it out, give a config with it as config=, or, if it says "

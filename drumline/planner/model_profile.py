@@ -8,11 +8,10 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.quantizers.auto import get_hf_quantizer
 
+from drumline.contact.loading import models
+from drumline.contact.releases import installed
 from drumline.core.device_map import ModelProfile, ModulePart
 from drumline.core.meta_init import init_on_meta, model_building
 from drumline.errors import CheckpointError
@@ -28,19 +27,18 @@ def model_class(config: Any) -> type[Any]:
     """The class that wrote the checkpoint, by its name in config.json."""
     names = getattr(config, "architectures", None) or []
     for name in names if isinstance(names, list) else []:
-        cls = getattr(transformers, str(name), None)
-        if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
+        if cls := models.model_class_named(str(name)):
             return cls
     raise CheckpointError(
         f"config.json names the architectures {names}, none of which transformers "
-        f"{transformers.__version__} has, so no model can be built; pass the class as cls=."
+        f"{installed('transformers')} has, so no model can be built; pass the class as cls=."
     )
 
 
 def build_on_meta(cls: type[Any], config: Any, dtype: torch.dtype) -> Any:
     """The model on meta: names, shapes and ties, and no weights."""
     with model_building(cls), init_on_meta():
-        return cls._from_config(config, dtype=dtype)
+        return models.build(cls, config, dtype)
 
 
 def build_as_kept(
@@ -53,13 +51,13 @@ def build_as_kept(
     """
     own = copy.deepcopy(config)
     with model_building(cls):
-        quantizer, own, _ = get_hf_quantizer(own, quantization_config, {"": "cpu"}, True, {})
+        quantizer, own = models.quantizer_of(own, quantization_config)
     method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
     if quantizer is None or method == "compressed-tensors":  # which decompresses before it computes
         return build_on_meta(cls, config, dtype), nbytes_of_tensor
     model = build_on_meta(cls, own, quantizer.update_dtype(dtype))
     with model_building(cls), init_on_meta():
-        quantizer.preprocess_model(model, dtype=dtype, device_map={"": "cpu"}, use_kernels=False)
+        models.quantize_empty(quantizer, model, dtype)
 
     def nbytes(name: str, tensor: torch.Tensor) -> int:
         return int(tensor.numel() * quantizer.param_element_size(model, name, tensor))
@@ -108,7 +106,7 @@ def layer_names(
     model: nn.Module, no_split_module_classes: Collection[str] | str | None = None
 ) -> Iterator[str]:
     """The outermost modules that must not be split, in the order they were registered."""
-    classes = no_split_module_classes or getattr(model, "_no_split_modules", None) or ()
+    classes = no_split_module_classes or models.whole_classes(model)
     kinds = {classes} if isinstance(classes, str) else set(classes)
     if not kinds:
         yield from _entries(model)

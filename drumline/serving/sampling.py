@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-import transformers
 
 MIN_TEMPERATURE = torch.finfo(torch.float32).tiny  # below, a division by it overflows
 
@@ -113,7 +112,7 @@ class TokenSampler:
             token = int(logits.argmax())
         else:
             # The maximum is subtracted so that no temperature makes a logit infinite.
-            logits = _warpers(self.params)(None, (logits - logits.max())[None])[0]
+            logits = truncated(self.params, logits - logits.max())
             probabilities = torch.softmax(logits, 0)
             self.generator.manual_seed(hash((self.seed, self.counts.total())))
             token = int(torch.multinomial(probabilities.cpu(), 1, generator=self.generator))
@@ -166,12 +165,22 @@ def _on(device: torch.device, *values: Iterable[float]) -> tuple[torch.Tensor, .
     return tuple(torch.tensor(list(value), device=device) for value in values)
 
 
-def _warpers(params: SamplingParams) -> transformers.LogitsProcessorList:
-    warpers = [transformers.TemperatureLogitsWarper(max(params.temperature, MIN_TEMPERATURE))]
+def truncated(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:
+    """Logits divided by the temperature, and -inf for tokens that top_k, top_p and min_p leave out.
+
+    logits: [vocabulary]. Step by step as transformers' warpers, whose tokens these are.
+    """
+    logits = logits / max(params.temperature, MIN_TEMPERATURE)
     if params.top_k:
-        warpers.append(transformers.TopKLogitsWarper(params.top_k))
+        least = logits.topk(min(params.top_k, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < least, -torch.inf)
     if params.top_p < 1:
-        warpers.append(transformers.TopPLogitsWarper(params.top_p))
+        values, tokens = logits.sort()
+        is_left_out = values.softmax(0).cumsum(0) <= 1 - params.top_p
+        is_left_out[-1] = False
+        logits = logits.index_fill(0, tokens[is_left_out], -torch.inf)
     if params.min_p:
-        warpers.append(transformers.MinPLogitsWarper(params.min_p))
-    return transformers.LogitsProcessorList(warpers)
+        probabilities = logits.softmax(0)
+        is_left_out = probabilities < params.min_p * probabilities.max()
+        logits = logits.masked_fill(is_left_out, -torch.inf)
+    return logits

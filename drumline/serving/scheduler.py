@@ -21,10 +21,10 @@ from itertools import islice
 from typing import Any
 
 import torch
-import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from drumline import timings
+from drumline.contact.loading.configs import generation_settings
 from drumline.errors import DrumlineError, PeerLost
 from drumline.serving.sampling import Grammar, SamplingParams, TokenSampler
 
@@ -310,7 +310,7 @@ class BatchScheduler:
 
     def _generate(self, batch: list[Generation]) -> None:
         tokens, mask = self._padded([item.tokens for item in batch])
-        config = transformers.GenerationConfig(
+        settings = generation_settings(
             max_new_tokens=max(item.num_remaining for item in batch),
             do_sample=False,  # _SampledTokens leaves one token to choose from
             pad_token_id=self._pad,
@@ -319,9 +319,9 @@ class BatchScheduler:
         self.model.generate(
             tokens.to(self.model.device),
             attention_mask=mask.to(self.model.device),
-            generation_config=config,
-            logits_processor=transformers.LogitsProcessorList([_SampledTokens(batch)]),
-            stopping_criteria=transformers.StoppingCriteriaList([_TokenDelivery(batch, self)]),
+            generation_config=settings,
+            logits_processor=[_SampledTokens(batch)],
+            stopping_criteria=[_TokenDelivery(batch, self)],
         )
 
     def deliver(self, batch: list[Generation], tokens: list[int]) -> None:
@@ -339,7 +339,7 @@ class BatchScheduler:
         return pad(rows, padding_value=self._pad), pad([torch.ones_like(row) for row in rows])
 
 
-class _SampledTokens(transformers.LogitsProcessor):  # type: ignore[misc]
+class _SampledTokens:
     """Sets all logits of a sequence to -inf, but for the token that its sampler chose."""
 
     def __init__(self, batch: list[Generation]) -> None:
@@ -354,7 +354,7 @@ class _SampledTokens(transformers.LogitsProcessor):  # type: ignore[misc]
         return sampled
 
 
-class _TokenDelivery(transformers.StoppingCriteria):  # type: ignore[misc]
+class _TokenDelivery:
     """Delivers new tokens, and stops the sequences that are done, or the batch to preempt it."""
 
     def __init__(self, batch: list[Generation], scheduler: BatchScheduler) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+import launcher
 from coordinator import Coordinator
 from drumline.core.device_map import Place
 from drumline.errors import PlanError, short_traceback
+from drumline.model_packages import warn_of_unread
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import Memory, nbytes
 from drumline.strategies.auto import load_fastest
@@ -118,6 +120,8 @@ def load(
     Raises PlanError or CheckpointError on every rank before serving starts.
     """
     arguments = {k: v for k, v in locals().items() if k not in ("path", "coor", "options")}
+    if (launcher.current() if coor is None else coor).rank == 0:
+        warn_of_unread()
     request = LoadOptions(**arguments, rest=options)
     if request.shards_layers and gguf_path(path, gguf_file):
         raise PlanError(

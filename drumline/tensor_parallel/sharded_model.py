@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 from coordinator import Coordinator, torch_private
@@ -36,6 +35,8 @@ from drumline.checkpoint.source import (
     share_index,
 )
 from drumline.checkpoint.weight_map import dtype_overrides, weight_sources
+from drumline.contact.loading import models
+from drumline.contact.loading.configs import generation_settings_from_fields
 from drumline.core.mesh import Mesh
 from drumline.core.meta_init import init_on_meta, model_building
 from drumline.core.shards import ShardSpec, local_shape
@@ -110,7 +111,7 @@ def shard_checkpoint(
     """The empty model of a checkpoint and how it is sharded; PlanError if it cannot be."""
     fields, generation, adapter = configs
     if generation is not None:
-        generation = transformers.GenerationConfig.from_dict(generation)
+        generation = generation_settings_from_fields(generation)
     kind, stored = options.cls, None
     if options.trust_remote_code:
         stored, own = read_model_class(files.path)
@@ -203,7 +204,7 @@ def build(kind: type[Any], config: Any, options: LoadOptions) -> Any:
         raise PlanError(f'build_on={build_on!r}: a model is built on "meta" or on "cpu".')
     dtype = model_dtype(config, options)
     with model_building(kind), init_on_meta() if build_on == "meta" else torch.device(build_on):
-        model = kind._from_config(config, dtype=dtype, **options.rest)
+        model = models.build(kind, config, dtype, **options.rest)
     wide = dtype_overrides(model, dtype)
     empty = {id(t): empty_like(t, t.shape, wide.get(name)) for name, t in named_tensors(model)}
     replace_tensors(model, empty)  # the buffers that no file holds stay as they were built
@@ -229,9 +230,9 @@ def compute_buffers(model: Any, device: str) -> None:
                 buffers[key] = buffers[key].to(device)
         if todo:
             owner = name
-            while owner and not hasattr(model.get_submodule(owner), "_init_weights"):
+            while owner and not models.can_initialize(model.get_submodule(owner)):
                 owner = owner.rpartition(".")[0]  # to the innermost model around it
-            model.get_submodule(owner)._init_weights(module)
+            models.initialize(model.get_submodule(owner), module)
         for key in todo:
             if _is_unset(buffers[key]):
                 buffers[key] = _constructed(module, key, device)

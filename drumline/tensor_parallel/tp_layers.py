@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from communicator import Communicator
+from drumline.contact.loading.models import keep_experts_apart
 from drumline.errors import PlanError
 from drumline.tensor_parallel import autograd_collectives as collectives
 from drumline.tensor_parallel import tp_plan
@@ -177,11 +178,7 @@ def _expert_parallel(module: Any, comm: Communicator) -> Callable[..., Any]:
     experts_per_rank = module.num_experts // comm.world_size
     plain, first = module.forward, comm.rank * experts_per_rank
     module.num_experts = experts_per_rank
-    skips = (
-        hasattr(module, "_is_expert_parallel") and tp_plan.experts_implementation(module) != "eager"
-    )
-    if skips:
-        module._is_expert_parallel = True
+    skips = tp_plan.experts_implementation(module) != "eager" and keep_experts_apart(module)
 
     def forward(hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> Any:
         hidden, weights = (

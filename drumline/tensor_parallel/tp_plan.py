@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from drumline.contact.loading.configs import experts_of
+from drumline.contact.loading.models import expert_plan_of, shard_plan_of
 from drumline.errors import PlanError
 from drumline.planner.model_profile import layer_names
 
@@ -123,8 +125,7 @@ def _tied_styles(model: nn.Module, styles: Styles) -> dict[str, str]:
 
 def _plan_of_model(model: Any, plan: str) -> dict[str, str]:
     """The plan that a transformers model carries; for "ep" with its plan for experts in it."""
-    rules = dict(getattr(model, "_tp_plan", None) or {})
-    experts = dict(getattr(model, "_ep_plan", None) or {})
+    rules, experts = shard_plan_of(model), expert_plan_of(model)
     if plan == "ep":
         if not experts:
             raise PlanError(
@@ -144,8 +145,7 @@ def _plan_of_model(model: Any, plan: str) -> dict[str, str]:
 
 def experts_implementation(module: Any) -> str:
     """The name in transformers of the way in which these experts are run."""
-    config = getattr(module, "config", None)
-    return str(getattr(config, "_experts_implementation", "eager") or "eager")
+    return experts_of(getattr(module, "config", None))
 
 
 def _with_norms(model: nn.Module, plan: Styles) -> dict[str, str]:

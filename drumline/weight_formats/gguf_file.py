@@ -17,9 +17,6 @@ from typing import Any
 
 import numpy
 import torch
-import transformers
-from transformers import modeling_gguf_pytorch_utils as transformers_gguf
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from communicator import dtype_info
 from coordinator import Coordinator
@@ -30,6 +27,13 @@ from drumline.checkpoint.safetensors_index import (
     TensorReader,
 )
 from drumline.checkpoint.source import CheckpointFiles, share_index
+from drumline.contact.loading.configs import read_config
+from drumline.contact.loading.gguf_tables import (
+    language_model_name,
+    names_by_stored,
+    weight_processor,
+)
+from drumline.contact.releases import installed
 from drumline.core.consistency import run_on_all_ranks
 from drumline.core.shards import Region
 from drumline.errors import CheckpointError
@@ -169,13 +173,13 @@ def read_gguf_config(file: Path) -> Any:
 def _config(file: Path) -> Any:
     """The config of a file whose header is known to be whole."""
     try:
-        config = transformers.AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        config = read_config(file.parent, gguf_file=file.name)
         if not config.architectures:
-            config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+            config.architectures = [language_model_name(config)]
         return config
     except Exception as error:  # each architecture is read in a way of its own
         raise CheckpointError(
-            f"{file} describes no model that transformers {transformers.__version__} can make of "
+            f"{file} describes no model that transformers {installed('transformers')} can make of "
             f"a GGUF file ({error}); give the checkpoint that it was made from."
         ) from error
 
@@ -184,8 +188,7 @@ def read_gguf_weights(source: CheckpointFiles, model: Any, dtype: torch.dtype) -
     """The file as a checkpoint with the tensors of a model, which is on meta, in a dtype."""
     tensors: Any = source.index
     architecture = next(iter(tensors.values())).architecture
-    kind = transformers_gguf.TENSOR_PROCESSORS.get(architecture, transformers_gguf.TensorProcessor)
-    processor = kind(config=source.config.to_dict())
+    processor = weight_processor(architecture, source.config.to_dict())
     names = _names(source.path, model, processor)
     state = model.state_dict()
     parts: dict[str, dict[str, GgufTensor]] = {}
@@ -219,7 +222,7 @@ def read_gguf_weights(source: CheckpointFiles, model: Any, dtype: torch.dtype) -
 def _names(file: Path, model: Any, processor: Any) -> dict[str, str]:
     """The names of a model's tensors, by those that a GGUF file has for them."""
     try:
-        return dict(transformers_gguf.get_gguf_hf_weights_map(model, processor))
+        return names_by_stored(model, processor)
     except NotImplementedError as error:  # the library has no table for this kind
         raise CheckpointError(
             f"{file}: the names of its tensors are unknown ({error}); give the checkpoint that it "

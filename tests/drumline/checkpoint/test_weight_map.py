@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from drumline.checkpoint import empty_model
 from drumline.checkpoint.safetensors_index import StoredTensor
 from drumline.checkpoint.shard_plan import fills_exactly
 from drumline.checkpoint.weight_map import NotStreamable, _convert
+from drumline.contact.loading.weights import Conversion, operation_of
 from launcher import linux
 
 shapes = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)
@@ -41,11 +41,9 @@ def converted(operations, sources, targets, tensors):
         for keys in tensors.values()
         for key, tensor in keys.items()
     }
-    converter = SimpleNamespace(
-        source_patterns=sources, target_patterns=targets, operations=operations
-    )
+    conversion = Conversion(sources, targets, [*map(operation_of, operations)])
     name = f"layer.{targets[0]}.weight"
-    found = _convert(name, {p: list(keys) for p, keys in tensors.items()}, [converter], index)
+    found = _convert(name, {p: list(keys) for p, keys in tensors.items()}, conversion, index)
     value = {pattern: list(keys.values()) for pattern, keys in tensors.items()}
     for operation in operations:
         value = operation.convert(value, source_patterns=sources, target_patterns=targets)

@@ -4,8 +4,15 @@ from collections import Counter
 
 import pytest
 import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from drumline.serving.sampling import SamplingParams, TokenSampler
+from drumline.serving.sampling import SamplingParams, TokenSampler, truncated
 
 LOGITS = torch.log(torch.tensor([0.1, 0.5, 0.05, 0.3, 0.05]))
 
@@ -85,3 +92,17 @@ def test_log_probabilities_are_those_of_the_model_before_any_change():
     assert [index for index, _ in top] == [1, 3]
     assert [value for _, value in top] == pytest.approx([-0.6931, -1.2040], abs=1e-4)
     assert not sampler.is_greedy and TokenSampler(SamplingParams(temperature=0)).is_greedy
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 7, 200])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 1e-6])
+@pytest.mark.parametrize("min_p", [0.0, 0.05, 1.0])
+def test_the_tokens_that_are_left_out_are_those_of_transformers(top_k, top_p, min_p):
+    logits = torch.randn(101, generator=torch.Generator().manual_seed(top_k)).round(decimals=1)
+    warpers = [TemperatureLogitsWarper(0.7)]
+    warpers += [TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    warpers += [MinPLogitsWarper(min_p)] if min_p else []
+    params = SamplingParams(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p)
+    expected = LogitsProcessorList(warpers)(None, logits[None])[0]
+    assert torch.equal(truncated(params, logits), expected)

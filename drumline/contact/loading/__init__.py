@@ -1,0 +1,1 @@
+"""Verbs over what is loaded: configs, classes of models, weights, tables of GGUF."""

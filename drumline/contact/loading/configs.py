@@ -1,0 +1,74 @@
+"""Verbs over configs, generation settings and tokenizers, as transformers reads and uses them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from drumline.contact import transformers_api as api
+
+FLOAT_TAG = "__float__"
+"""The only key of the object that transformers writes into JSON for a number such as infinity."""
+
+
+def read_config(path: str | Path, **options: Any) -> Any:
+    """The config of a folder with a config.json; raises whatever its kind of config does."""
+    return api.AutoConfig.from_pretrained(path, **options)
+
+
+def is_config(value: Any) -> bool:
+    return isinstance(value, api.PreTrainedConfig)
+
+
+def knows_model_type(model_type: str) -> bool:
+    """True if transformers itself has a config of this type."""
+    return model_type in api.CONFIG_MAPPING
+
+
+def config_from_fields(fields: Mapping[str, Any]) -> Any:
+    """The config with the fields of a config.json, of a type that transformers knows."""
+    plain = json.loads(json.dumps(fields), object_hook=_special_float)
+    return api.CONFIG_MAPPING[plain["model_type"]].from_dict(plain)
+
+
+def _special_float(fields: dict[str, Any]) -> Any:
+    """JSON has no infinity; float() reads "Infinity", "-Infinity" and "NaN"."""
+    value = fields.get(FLOAT_TAG)
+    return float(value) if len(fields) == 1 and isinstance(value, str) else fields
+
+
+def attention_of(config: Any) -> str | None:
+    """The name in transformers of the attention that models of this config compute."""
+    name: str | None = config._attn_implementation
+    return name
+
+
+def experts_of(config: Any) -> str:
+    """The name in transformers of the way in which experts are run."""
+    return str(getattr(config, "_experts_implementation", None) or "eager")
+
+
+def read_generation_settings(path: str | Path, is_in_config: bool = False) -> Any:
+    """The generation settings of a folder; is_in_config: those of older ones, in config.json."""
+    older = {"config_file_name": "config.json", "_from_model_config": True}
+    return api.GenerationConfig.from_pretrained(path, **(older if is_in_config else {}))
+
+
+def generation_settings_from_fields(fields: Mapping[str, Any]) -> Any:
+    return api.GenerationConfig.from_dict(fields)
+
+
+def generation_settings(**fields: Any) -> Any:
+    """Generation settings by name, such as max_new_tokens, as generate() takes them."""
+    return api.GenerationConfig(**fields)
+
+
+def read_tokenizer(folder: str | Path, **options: Any) -> Any:
+    """The tokenizer of a folder; raises whatever its files come to."""
+    return api.AutoTokenizer.from_pretrained(folder, **options)
+
+
+class TextPrinter(api.TextStreamer):  # type: ignore[misc]
+    """Prints text as generate() makes its tokens, word by word."""

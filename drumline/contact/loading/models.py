@@ -1,0 +1,133 @@
+"""Verbs over classes of models: which there are, how one is built, and what it says of itself."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from drumline.contact import transformers_api as api
+
+
+def model_class_named(name: str) -> type[Any] | None:
+    """The class of models with this name in transformers; None if it has none."""
+    cls = getattr(api.transformers, name, None)
+    return cls if isinstance(cls, type) and issubclass(cls, api.PreTrainedModel) else None
+
+
+def class_from_code(reference: str, folder: Path) -> type[Any]:
+    """The class that Python files of a checkpoint define, which are run. reference: as auto_map."""
+    cls: type[Any] = api.dynamic_module_utils.get_class_from_dynamic_module(reference, folder)
+    return cls
+
+
+def loading_options(cls: type[Any]) -> set[str]:
+    """The names of options that loading knows, or the constructor of `cls`."""
+    code = inspect.unwrap(api.PreTrainedModel.from_pretrained).__code__
+    names = [name for c in code.co_consts for name in (c if isinstance(c, tuple) else (c,))]
+    accepted = {*names, *code.co_varnames, *inspect.signature(cls).parameters}
+    return accepted | {"attn_implementation", "experts_implementation"}
+
+
+@contextlib.contextmanager
+def loading_replaced(load: Callable[..., Any]) -> Iterator[None]:
+    """Let load(cls, plain, path, *args, **options) load all models of the process meanwhile.
+
+    plain: loads as transformers does, with the same arguments but `plain`.
+    """
+    original = api.PreTrainedModel.__dict__["from_pretrained"]
+
+    @functools.wraps(original.__func__)  # loading_options looks there
+    def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
+        return load(cls, original.__func__, *args, **options)
+
+    api.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+    try:
+        yield
+    finally:
+        api.PreTrainedModel.from_pretrained = original
+
+
+@contextlib.contextmanager
+def no_code_prompt() -> Iterator[None]:
+    """Let transformers refuse the code of a checkpoint at once, where it would ask on stdin.
+
+    For one thread at a time. It raises ValueError; trust_remote_code=True still runs the code.
+    """
+    module = api.dynamic_module_utils
+    timeout_s, module.TIME_OUT_REMOTE_CODE = module.TIME_OUT_REMOTE_CODE, 0
+    try:
+        yield
+    finally:
+        module.TIME_OUT_REMOTE_CODE = timeout_s
+
+
+def build(cls: type[Any], config: Any, dtype: torch.dtype, **options: Any) -> Any:
+    """A model without weights of a checkpoint, on torch's default device."""
+    return cls._from_config(config, dtype=dtype, **options)
+
+
+def quantizer_of(config: Any, settings: Any = None) -> tuple[Any, Any]:
+    """The quantizer that a model of this config is loaded with, or None, and the config for it.
+
+    settings: of the user. Raises what transformers does where a package for it is missing.
+    """
+    quantizer, config, _ = api.get_hf_quantizer(config, settings, {"": "cpu"}, True, {})
+    return quantizer, config
+
+
+def quantize_empty(quantizer: Any, model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace the modules of a model on meta by quantized ones."""
+    quantizer.preprocess_model(model, dtype=dtype, device_map={"": "cpu"}, use_kernels=False)
+
+
+def initialize(owner: nn.Module, module: nn.Module) -> None:
+    """Compute the buffers of `module`, a part of the model `owner`, as for a new model."""
+    owner._init_weights(module)  # type: ignore[operator]
+
+
+def can_initialize(module: nn.Module) -> bool:
+    """True for a model, which knows how its parts begin."""
+    return hasattr(module, "_init_weights")
+
+
+def whole_classes(model: nn.Module) -> Collection[str]:
+    """The names of classes whose modules a model wants on one device; empty if it says none."""
+    return getattr(model, "_no_split_modules", None) or ()
+
+
+def shard_plan_of(model: nn.Module) -> dict[str, str]:
+    """By pattern of a module's name, how the model wants it split over ranks."""
+    return dict(getattr(model, "_tp_plan", None) or {})
+
+
+def expert_plan_of(model: nn.Module) -> dict[str, str]:
+    """By pattern of a name, how the model wants experts put on ranks of their own."""
+    return dict(getattr(model, "_ep_plan", None) or {})
+
+
+def keep_experts_apart(experts: Any) -> bool:
+    """Tell a module of experts that it has some of them; False if it does not ask for that."""
+    if not hasattr(experts, "_is_expert_parallel"):
+        return False
+    experts._is_expert_parallel = True
+    return True
+
+
+def dtype_plan(model: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
+    """A function of a tensor's name: the dtype that the model wants for it in place of `dtype`."""
+    plan = model._get_dtype_plan(dtype)
+    patterns = [(re.compile(glob.replace("*", ".*")), wide) for glob, wide in plan.items()]
+    return lambda name: next((wide for regex, wide in patterns if regex.search(name)), None)
+
+
+def is_ignored(model: Any, key: str) -> bool:
+    """True for a stored tensor that the model says may be left over."""
+    return any(re.search(p, key) for p in model._keys_to_ignore_on_load_unexpected or ())
