@@ -88,12 +88,17 @@ def is_plain(cache: Any) -> bool:
     """True if its layers hold keys and values by sequence and token, and it nothing else."""
     # By name, since a cache that other ranks know has a class of its own, of the same name.
     names = [full_name(kind) for kind in (api.DynamicCache, api.StaticCache)]
-    is_usual = full_name(type(cache)) in names and not cache.offloading
+    is_usual = full_name(type(cache)) in names and not is_offloading(cache)
     return is_usual and all(map(cache_layers.is_plain, cache.layers))
 
 
 def has_windows(cache: Any) -> bool:
     return any(map(cache_layers.is_window, cache.layers))
+
+
+def is_offloading(cache: Any) -> bool:
+    """True if it keeps its layers on the CPU while others are computed."""
+    return bool(cache.offloading)
 
 
 def is_quantized(cache: Any) -> bool:
@@ -109,7 +114,7 @@ def recipe(cache: Any) -> tuple[Any, ...] | None:
     """Numbers and text from which `make_cache` builds the same cache elsewhere; None if it cannot
     be built."""
     kinds = {type(layer) for layer in cache.layers}
-    if cache.offloading:
+    if is_offloading(cache):
         return None
     if isinstance(cache, api.StaticCache):
         lengths = [length for layer in cache.layers if (length := cache_layers.max_tokens(layer))]

@@ -1,4 +1,4 @@
-"""Options of transformers' generate(): those under which a row's tokens depend on that row alone.
+"""Options of generate(): under which a row's tokens depend on that row alone, and when it stops.
 
 An option that is not listed may couple rows, so a batch with one is generated whole.
 """
@@ -6,9 +6,10 @@ An option that is not listed may couple rows, so a batch with one is generated w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
+from drumline.contact import transformers_api as api
 from drumline.contact.caches import is_cache
 
 USUAL: dict[str, tuple[Any, ...]] = {
@@ -138,3 +139,20 @@ def unread_options(options: Mapping[str, Any], *defaults: Any) -> list[str]:
 def _option_names(kind: Callable[[], Any]) -> frozenset[str]:
     """The options that a config of generate() has; a file may hold more, which nothing reads."""
     return frozenset(name for name in vars(kind()) if not name.startswith("_"))
+
+
+Criterion: TypeAlias = api.StoppingCriteria
+"""Called with the tokens so far and their scores; returns which rows are done."""
+
+Criteria: TypeAlias = api.StoppingCriteriaList
+
+DETERMINISTIC = (api.MaxLengthCriteria, api.EosTokenCriteria, api.StopStringCriteria)
+
+
+def wrap_undetermined(criteria: Iterable[Any], wrap: Callable[[Any], Any]) -> Criteria:
+    """The criteria, each wrapped unless it depends on tokens alone.
+
+    Others may read a clock, or be of the script's own code."""
+    return api.StoppingCriteriaList(
+        item if type(item) in DETERMINISTIC else wrap(item) for item in criteria
+    )

@@ -6,6 +6,8 @@ Only modules of this package import this one. They offer drumline's own verbs, s
 
 from __future__ import annotations
 
+from typing import Any
+
 import transformers
 from transformers import (
     CONFIG_MAPPING,
@@ -15,11 +17,16 @@ from transformers import (
     Cache,
     DynamicCache,
     EncoderDecoderCache,
+    EosTokenCriteria,
     GenerationConfig,
+    MaxLengthCriteria,
     PreTrainedConfig,
     PreTrainedModel,
     QuantizedCache,
     StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
     TextStreamer,
     dynamic_module_utils,
 )
@@ -46,12 +53,16 @@ NAMES: dict[str, tuple[str, str]] = {
     "Cache": ("the kind of the value in a pass that is its cache, whatever its key", READ_IN),
     "DynamicCache": ("the cache that grows, built again on other ranks", READ_IN),
     "EncoderDecoderCache": ("a pair of caches, which other ranks get as two", READ_IN),
+    "EosTokenCriteria": ("a stop that depends on tokens alone, the same on each rank", READ_IN),
     "GenerationConfig": ("the generation settings of a checkpoint and of the server", READ_IN),
+    "LlamaConfig": ("the config of the tiny model of the self-check", READ_IN),
+    "LlamaForCausalLM": ("the tiny model of the self-check", READ_IN),
     "LoadStateDictInfo": ("reports what a checkpoint lacks, where drumline reads it", READ_IN),
     "MODEL_FOR_CAUSAL_LM_MAPPING": (
         "the class of a GGUF file's model, whose config names none",
         READ_IN,
     ),
+    "MaxLengthCriteria": ("a stop that depends on tokens alone, the same on each rank", READ_IN),
     "ModelOutput": ("outputs that are built again from their parts", READ_IN),
     "PreTrainedConfig": (
         "tells a config from a path, and tiny ones for caches on which kinds of layers are tried",
@@ -60,6 +71,9 @@ NAMES: dict[str, tuple[str, str]] = {
     "PreTrainedModel": ("its from_pretrained, and which classes and modules are models", READ_IN),
     "QuantizedCache": ("the cache of which only some tokens are as they were put in", READ_IN),
     "StaticCache": ("the cache of fixed size, built again on other ranks", READ_IN),
+    "StopStringCriteria": ("a stop that depends on tokens alone, the same on each rank", READ_IN),
+    "StoppingCriteria": ("a stop of our own: each rank stops when the first does", READ_IN),
+    "StoppingCriteriaList": ("the stops of a generation, which are wrapped one by one", READ_IN),
     "TENSOR_PROCESSORS": ("lay weights of a GGUF file out as a model has them", READ_IN),
     "TensorProcessor": ("the one for architectures of GGUF without one of their own", READ_IN),
     "TextStreamer": ("prints what `drumline generate` makes, word by word", READ_IN),
@@ -117,6 +131,12 @@ UNDERSCORES: dict[str, tuple[str, str]] = {
 }
 """Attributes and arguments with an underscore, where no public one serves: why, and where read."""
 
+
+def tiny_llama(**sizes: Any) -> Any:
+    """A model for the self-check. Its class is imported here, as no other use needs it."""
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+
 __all__ = [
     "CONFIG_MAPPING",
     "MODEL_FOR_CAUSAL_LM_MAPPING",
@@ -129,13 +149,18 @@ __all__ = [
     "Cache",
     "DynamicCache",
     "EncoderDecoderCache",
+    "EosTokenCriteria",
     "GenerationConfig",
     "LoadStateDictInfo",
+    "MaxLengthCriteria",
     "ModelOutput",
     "PreTrainedConfig",
     "PreTrainedModel",
     "QuantizedCache",
     "StaticCache",
+    "StopStringCriteria",
+    "StoppingCriteria",
+    "StoppingCriteriaList",
     "TensorProcessor",
     "TextStreamer",
     "dynamic_module_utils",
@@ -143,5 +168,6 @@ __all__ = [
     "get_hf_quantizer",
     "get_model_conversion_mapping",
     "rename_source_key",
+    "tiny_llama",
     "transformers",
 ]

@@ -16,7 +16,7 @@ import torch
 
 from drumline.contact.caches import Cache, is_cache, pair_of
 from drumline.contact.class_names import class_named, full_name
-from drumline.contact.outputs import Output, is_output
+from drumline.contact.passes import Output, is_output
 from drumline.errors import DrumlineError
 
 TreeSpec = tuple[Any, ...]

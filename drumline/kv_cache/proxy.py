@@ -233,7 +233,7 @@ def came_filled(cache: Cache) -> bool:
 def _recipe(cache: Cache) -> tuple[Any, ...]:
     """Arguments to build the same cache elsewhere."""
     if (arguments := caches.recipe(cache)) is None:
-        kind = "cache that offloads" if cache.offloading else type(cache).__name__
+        kind = "cache that offloads" if caches.is_offloading(cache) else type(cache).__name__
         raise RefusedUse(
             f"a {kind} cannot be kept on other ranks, so its keys and values would be lost; use a "
             "dynamic or static cache. For a model that has no other, pass use_cache=False, or load "

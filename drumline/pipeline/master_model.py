@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from coordinator import torch_private
 from drumline.checkpoint.plan_executor import LoadStats
+from drumline.contact.model_parts import is_model
 from drumline.core.device_map import DeviceMap
 from drumline.errors import DrumlineError, RefusedUse, exit_code
 from drumline.offload.prefetcher import WeightPrefetcher
 from drumline.pipeline import unsupported
 from drumline.pipeline.driver import PipelineDriver
+from drumline.pipeline.fast_paths import warn_if_off
 from drumline.pipeline.lazy_tensor import LazyTensor, fetch_all
 from drumline.pipeline.overlap import MicrobatchMixin
 from drumline.pipeline.remote_layer import RemoteModule
@@ -91,6 +92,7 @@ def distribute(
     for name in stage.prefetcher.away if stage.prefetcher is not None else ():
         unsupported.make_weights_read_only(model.get_submodule(name), name)
     if driver is not None:
+        warn_if_off()
         if remote is None:
             remote = {name: rank for name, (rank, _) in device_map.places.items() if rank != 0}
         unrecorded: unsupported.UnrecordedOutputs = []
@@ -201,7 +203,7 @@ class _RefuseUnrecorded:
         """The innermost model around a part, whose output it would go into."""
         while part:
             part = part.rpartition(".")[0]
-            if isinstance(self.model.get_submodule(part), PreTrainedModel):
+            if is_model(self.model.get_submodule(part)):
                 break
         return self.model.get_submodule(part)
 

@@ -19,8 +19,13 @@ import torch
 from coordinator import torch_private
 from drumline.contact.caches import cache_of, has_windows, is_of_transformers, is_plain, with_cache
 from drumline.contact.generate_options import keeps_rows_apart, unread_options
-from drumline.contact.outputs import join_chunks, join_rows
-from drumline.contact.passes import masks_windows, undivided_inputs, unread_inputs
+from drumline.contact.passes import (
+    join_chunks,
+    join_rows,
+    masks_windows,
+    undivided_inputs,
+    unread_inputs,
+)
 from drumline.errors import short_traceback
 from drumline.kv_cache.merge_caches import can_be_merged
 from drumline.kv_cache.proxy import CacheProxy, merge_proxies

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
-from transformers.utils import output_capturing
 
 from coordinator import torch_private
 from drumline.checkpoint.json_files import MERGE_ADAPTER
 from drumline.contact.caches import without_caches
+from drumline.contact.model_parts import attention_of, is_config, recorded_output
 from drumline.errors import DrumlineError, RefusedUse
 
 NO_TRAINING = "it is for inference, under torch.no_grad(); train on a model that is whole"
@@ -58,12 +56,12 @@ class AttentionConfigs:
         for name, layer in layers.items():
             for part in layer.modules():
                 config = getattr(part, "config", None)
-                if isinstance(config, PreTrainedConfig):
-                    self._loaded.setdefault(id(config), (config, config._attn_implementation, name))
+                if is_config(config):
+                    self._loaded.setdefault(id(config), (config, attention_of(config), name))
 
     def check_unchanged(self) -> None:
         for config, loaded, name in self._loaded.values():
-            now = config._attn_implementation
+            now = attention_of(config)
             if now != loaded:
                 raise RefusedUse(
                     f"rank 0: the attention of {name} was changed from {loaded} to {now} after "
@@ -95,7 +93,7 @@ class UnsupportedMixin:
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         """Nothing if it is so already. The masks made here would not be those meant elsewhere."""
-        if attn_implementation == self.config._attn_implementation:  # type: ignore[attr-defined]
+        if attn_implementation == attention_of(self.config):  # type: ignore[attr-defined]
             return
         self._refuse("given another attention", "load it with attn_implementation=")
         super().set_attn_implementation(attn_implementation, *args, **kwargs)  # type: ignore[misc]
@@ -218,8 +216,7 @@ class _ReadOnlyModule(nn.Module):
         name, rank = self.__dict__["_read_only_origin"]
         if not isinstance(self.__dict__.get("forward"), _RemoteForward):
             return
-        if getattr(hook, "__module__", None) == output_capturing.__name__:
-            key = inspect.getclosurevars(hook).nonlocals.get("key", "hidden_states")
+        if (key := recorded_output(hook)) is not None:
             self.__dict__["_unrecorded"].append((key, name, rank))
         else:
             raise DrumlineError(

@@ -14,21 +14,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from transformers.generation import stopping_criteria as stopping
 
 from coordinator import torch_private
 from drumline.contact import safetensors_api
+from drumline.contact.generate_options import Criteria, Criterion, wrap_undetermined
 from drumline.core.group_monitor import GroupMonitor
 from drumline.errors import DrumlineError
 from drumline.tensor_parallel.dropout_rng import has_process_per_rank
-
-DETERMINISTIC = (
-    stopping.MaxLengthCriteria,
-    stopping.EosTokenCriteria,
-    stopping.StopStringCriteria,
-    stopping.ConfidenceCriteria,
-)
-"""Stopping criteria that depend on tokens and scores alone."""
 
 
 @contextlib.contextmanager
@@ -106,17 +98,12 @@ def _is_random(func: Any) -> bool:
     )
 
 
-def same_stopping_on_all_ranks(
-    criteria: stopping.StoppingCriteriaList, monitor: GroupMonitor
-) -> stopping.StoppingCriteriaList:
+def same_stopping_on_all_ranks(criteria: Criteria, monitor: GroupMonitor) -> Criteria:
     """Criteria by which every rank stops when the first does, whatever clock or code decides."""
-    return stopping.StoppingCriteriaList(
-        item if type(item) in DETERMINISTIC else _StopOnFirstRank(item, monitor)
-        for item in criteria
-    )
+    return wrap_undetermined(criteria, lambda item: _StopOnFirstRank(item, monitor))
 
 
-class _StopOnFirstRank(stopping.StoppingCriteria):  # type: ignore[misc]
+class _StopOnFirstRank(Criterion):  # type: ignore[misc]
     def __init__(self, plain: Any, monitor: GroupMonitor):
         self.plain, self.monitor = plain, monitor
 

@@ -30,7 +30,7 @@ QUICK_CHECKS: list[DoctorCheck] = [
 
 def checks(quick: bool) -> list[DoctorCheck]:
     """Every check, in the order in which the findings are shown."""
-    return QUICK_CHECKS if quick else [*QUICK_CHECKS, layer_checks.backends]
+    return QUICK_CHECKS if quick else [*QUICK_CHECKS, layer_checks.models, layer_checks.backends]
 
 
 def run_checks(checks: Iterable[DoctorCheck]) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from launcher import timings
-from launcher.doctor.finding import Finding
+from launcher.doctor.finding import Finding, installed_version
 from launcher.doctor.launcher_checks import PATH
 from launcher.system import host_addresses
 
@@ -62,6 +62,24 @@ def _host_name(routable: list[str]) -> Finding:
     return Finding(
         "network", "host name", None, f"{detail}, so other hosts need an address", remedy
     )
+
+
+def models() -> Iterator[Finding]:
+    """The installed transformers, and whether drumline's fast paths happen with it."""
+    if not installed_version("transformers"):
+        yield Finding("models", "transformers", None, "not installed", "pip install '.[models]'")
+        return
+    answer = _json_of("-m", "drumline.pipeline.fast_paths")
+    if isinstance(answer, str):
+        yield Finding("models", "drumline", False, answer, INSTALL)
+        return
+    read = answer["read"]
+    detail = f"{answer['transformers']} is installed; read: {', '.join(read)}"
+    yield Finding("models", "transformers", True, detail)
+    for name, happens in answer["fast_paths"].items():
+        detail = "happen" if happens else "do not happen: tokens are right, and come later"
+        remedy = "" if happens else f"pip install 'transformers=={read[-1]}'"
+        yield Finding("models", name, happens, detail, remedy)
 
 
 def backends() -> Iterator[Finding]:

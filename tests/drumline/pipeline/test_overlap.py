@@ -17,8 +17,7 @@ from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM, Stati
 from drumline import DrumlineError
 from drumline.contact.caches import cache_key, cache_of, with_cache, without_caches
 from drumline.contact.generate_options import keeps_rows_apart, unread_options
-from drumline.contact.outputs import join_chunks, join_rows
-from drumline.contact.passes import BY_ROW, undivided_inputs
+from drumline.contact.passes import BY_ROW, join_chunks, join_rows, undivided_inputs
 from drumline.pipeline import microbatch
 from drumline.pipeline.microbatch_runner import MicrobatchRunner
 from drumline.stages.stage import Stage

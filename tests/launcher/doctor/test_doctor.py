@@ -170,6 +170,17 @@ def test_the_verdict_of_each_backend_is_shown(monkeypatch, verdict, ok):
     assert bool(acme.remedy) == (ok is False)
 
 
+def test_a_fast_path_that_does_not_happen_with_the_installed_transformers_is_shown(monkeypatch):
+    paths = {"groups of rows": False, "merged caches": True}
+    answer = {"transformers": "5.25.0", "read": ["5.23.0", "5.24.0"], "fast_paths": paths}
+    monkeypatch.setattr(layer_checks, "installed_version", lambda name: "5.25.0")
+    monkeypatch.setattr(layer_checks, "_json_of", lambda *arguments: answer)
+    library, groups, merged = layer_checks.models()
+    assert "5.25.0" in library.detail and "read: 5.23.0, 5.24.0" in library.detail
+    assert groups.ok is False and groups.remedy == "pip install 'transformers==5.24.0'"
+    assert merged.ok and not merged.remedy
+
+
 def test_layers_that_cannot_be_imported_are_a_problem(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     (nccl,) = layer_checks.nccl()

@@ -1,0 +1,74 @@
+"""Fast paths happen with the installed transformers, and it is told where they do not."""
+
+import json
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from transformers import GenerationMixin
+
+from drumline.pipeline import fast_paths
+from tests.conftest import ROOT
+
+
+@pytest.fixture
+def fresh():
+    """As in a process that has not loaded a model yet."""
+
+    def clear():
+        fast_paths.check.cache_clear()
+        fast_paths.warn_if_off.cache_clear()
+
+    clear()
+    yield
+    clear()
+
+
+def told() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fast_paths.warn_if_off()
+        fast_paths.warn_if_off()
+    return [str(one.message) for one in caught if "transformers" in str(one.message)]
+
+
+def test_all_fast_paths_happen_and_random_numbers_stay_as_they_were(fresh):
+    before = torch.get_rng_state()
+    assert told() == []
+    assert fast_paths.check() == dict.fromkeys(fast_paths.FAST_PATHS, True)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_release_that_passes_something_new_is_told_once_with_what_is_off(fresh, monkeypatch):
+    """transformers 5.24 passed the cache by another name: all was slower, and nothing said."""
+    prepare = GenerationMixin.prepare_inputs_for_generation
+
+    def prepare_with_more(self, *args, **kwargs):
+        return {**prepare(self, *args, **kwargs), "phase": "prefill"}
+
+    monkeypatch.setattr(GenerationMixin, "prepare_inputs_for_generation", prepare_with_more)
+    (line,) = told()
+    assert line.startswith("transformers 5.") and "drumline doctor" in line
+    assert "groups of rows, chunks of long prompts do not happen" in line
+
+
+def test_a_check_that_fails_does_not_keep_a_model_from_being_loaded(fresh, monkeypatch):
+    monkeypatch.delattr(GenerationMixin, "generate")
+    (line,) = told()
+    assert "groups of rows" in line
+
+
+@pytest.mark.timeout(300)
+def test_a_cache_that_transformers_renames_once_more_is_found_and_all_is_as_fast(tmp_path):
+    """The name changed in 5.24 and may again: nothing hangs on it, for callers and models."""
+    program = ROOT / "tests/drumline/programs/renamed_cache.py"
+    done = subprocess.run(
+        [sys.executable, program, tmp_path], capture_output=True, text=True, cwd=ROOT, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["renamed"] and answer["same"]
+    assert len(answer["splits"]) >= 5 and min(answer["splits"]) > 1
+    assert all(answer["fast_paths"].values())

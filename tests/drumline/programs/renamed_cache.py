@@ -1,0 +1,126 @@
+"""Renames once more what transformers' models call their cache, and runs one over two ranks.
+
+The word is replaced in the source of the installed release while it is imported: in parameters,
+arguments, outputs and what generate() hands on.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import inspect
+import json
+import re
+import sys
+import warnings
+
+MODULES = (
+    "transformers.generation.candidate_generator",
+    "transformers.generation.utils",
+    "transformers.masking_utils",
+    "transformers.modeling_layers",
+    "transformers.modeling_outputs",
+    "transformers.models.llama.modeling_llama",
+    "transformers.utils.auto_docstring",
+    "transformers.utils.generic",
+)
+NEW = "zebra"
+
+
+class RenamingLoader(importlib.machinery.SourceFileLoader):
+    def get_code(self, fullname):
+        path = self.get_filename(fullname)
+        source = self.get_data(path).decode()
+        return self.source_to_code(re.sub(rf"(?<!batching\.)\b{OLD}\b", NEW, source).encode(), path)
+
+
+class RenamingFinder(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname not in MODULES:
+            return None
+        found = importlib.machinery.PathFinder.find_spec(fullname, path)
+        loader = RenamingLoader(fullname, found.origin)
+        return importlib.util.spec_from_file_location(fullname, found.origin, loader=loader)
+
+
+def installed_word() -> str:
+    """The word that the installed release has: past_key_values, or cache since 5.24."""
+    folder = importlib.util.find_spec("transformers").submodule_search_locations[0]
+    with open(f"{folder}/models/llama/modeling_llama.py") as file:
+        return "cache" if 'new_name="cache"' in file.read() else "past_key_values"
+
+
+OLD = installed_word()
+sys.meta_path.insert(0, RenamingFinder())
+
+import torch  # noqa: E402
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+import drumline  # noqa: E402
+import launcher  # noqa: E402
+from drumline.pipeline import fast_paths, microbatch  # noqa: E402
+from drumline.pipeline.microbatch_runner import MicrobatchRunner  # noqa: E402
+
+warnings.simplefilter("ignore", FutureWarning)
+IDS = torch.randint(3, 64, (9, 7), generator=torch.Generator().manual_seed(5))
+OPTIONS = {"max_new_tokens": 4, "pad_token_id": 0}
+
+
+def make(path: str):
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.5,
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(path)
+    return model
+
+
+@torch.no_grad()
+def work(model):
+    found = []
+    for name in (NEW, "past_key_values"):  # a caller may use the older name as well
+        cache = DynamicCache(config=model.config)
+        output = model(input_ids=IDS, **{name: cache})
+        assert output[NEW] is cache and cache.get_seq_length(3) == 7
+        found.append(output.logits.argmax(-1).tolist())
+    for rows, options in ((9, {"num_beams": 2}), (9, {}), (1, {})):
+        model.prefill_chunk = 3 if rows == 1 else None
+        options = {"do_sample": False, **OPTIONS, **options}
+        found.append(model.generate(IDS[:rows], **options).tolist())
+    return found
+
+
+def rank(path: str):
+    torch.set_num_threads(1)
+    with drumline.load(path, max_memory=[1 << 30] * 2) as model:
+        return work(model)
+
+
+def main(path: str) -> None:
+    plain, checked = make(path), fast_paths.check()
+    microbatch.SMALLEST_PASS, microbatch.SMALLEST_STREAM = 7, 2
+    splits, map_parts = [], MicrobatchRunner.map
+
+    def count(self, work, items, *until):
+        items = list(items)
+        splits.append(len(items))
+        return map_parts(self, work, items, *until)
+
+    MicrobatchRunner.map = count
+    found = launcher.launch(rank, nprocs=2, launcher="threads", args=(path,), timeout_s=100)[0]
+    answer = {
+        "renamed": NEW in inspect.signature(LlamaForCausalLM.forward).parameters,
+        "same": found == work(plain),
+        "splits": splits,
+        "fast_paths": checked,
+    }
+    print(json.dumps(answer))
+
+
+main(sys.argv[1])
