@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from communicator import DTYPES
-from drumline.checkpoint.headers.file_bounds import SAFETENSORS
+from drumline.checkpoint.headers.file_bounds import SAFETENSORS, FieldError
 from drumline.checkpoint.json_files import (
     ADAPTER_FILE,
     check_regular_file,
@@ -197,7 +197,7 @@ def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
             yield name, stored
         if 8 + length + last != size:
             raise ValueError(f"{size - 8 - length - last} bytes follow its last tensor")
-    except (OSError, ValueError, RecursionError, struct.error) as error:
+    except (OSError, FieldError, ValueError, RecursionError, struct.error) as error:
         raise CheckpointError(
             f"{file} is no whole .safetensors file ({error}), so what it holds is unknown; "
             "copy it again."

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 
-class FieldError(ValueError):
-    """A field of a file has a value that it cannot have; the text names the field."""
+class FieldError(Exception):
+    """A field of a file has a value that it cannot have; readers make it a CheckpointError."""
 
 
 @dataclass(frozen=True)
