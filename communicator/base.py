@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -38,7 +38,12 @@ from communicator.calls.default_collectives import CollectivesFromP2P, P2PCall
 from communicator.calls.dtypes import Op
 from communicator.calls.failures import describe_lost, lost_peers
 from communicator.calls.joined_calls import allgather_along, join_rows, reduce_scatter_along
-from communicator.errors import CommunicatorError, CommunicatorTimeout, Unsupported
+from communicator.errors import (
+    CommunicatorError,
+    CommunicatorTimeout,
+    DrumlineError,
+    Unsupported,
+)
 from communicator.own_gpu import own_ordinal
 from coordinator import Coordinator, RankFailure
 
@@ -471,6 +476,23 @@ class Communicator(CollectivesFromP2P):
         if self.world_size > 1:
             self.do_barrier()
 
+    def decline(self, why: str) -> None:
+        """Stand in for a collective that this rank cannot make: it raises on the others, with why.
+
+        For whoever finds a mistake in arguments that this class does not see, and then raises here.
+        Collective, in place of that call. Nothing has moved, and later calls work; but after the
+        first checked_calls, tcp and hierarchical end the communicator, as they do where calls
+        differ, and over NCCL, MPI and vendors' libraries the others wait until their deadline.
+        """
+        self._check_open("decline")
+        if self.world_size > 1:
+            with suppress(DrumlineError):  # the comparison's own: the caller raises why
+                self.do_decline(why)
+
+    def do_decline(self, why: str) -> None:
+        """Take part in the comparison of a call; raises what it raises on the other ranks."""
+        self._check_same_call(call_check.DECLINED, details=why)
+
     @contextmanager
     def group(self) -> Iterator[None]:
         """Sends and receives inside start together at its end: they cannot wait for each other.
@@ -620,7 +642,7 @@ class Communicator(CollectivesFromP2P):
             raise error
 
         # Before they wait for a lock that another thread held, which is not in the child.
-        self.__dict__.update(dict.fromkeys((*TRACED, "barrier", "group"), refuse))
+        self.__dict__.update(dict.fromkeys((*TRACED, "barrier", "decline", "group"), refuse))
 
     def _start_message(self, kind: str, tensor: torch.Tensor, peer: int) -> CallHandle:
         self._note_peer(peer)

@@ -130,6 +130,12 @@ class Hierarchical(Communicator):
         super()._check_same_call(call, tensor, details)
         self._network.collective = call_check.describe_call(call, tensor, details)
 
+    def do_decline(self, why: str) -> None:
+        if self._num_compared < self.capabilities.checked_calls:
+            return super().do_decline(why)
+        self._network.collective = call_check.DECLINED  # without why: the same on all that decline
+        self.do_barrier()
+
     def do_allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         total, op_of_part = _accumulator(tensor, out), _partial_op(op)
 

@@ -266,6 +266,12 @@ class PluginCommunicator(Communicator):
     def barrier(self) -> None:
         self._comm.barrier()
 
+    def do_decline(self, why: str) -> None:
+        if self._plugin.offers("decline"):
+            self._comm.decline(why)
+        elif self._call_checker is not None:
+            self._call_checker.decline(why)
+
     def do_send(self, tensor: torch.Tensor, dst: int) -> None:
         self._comm.send(tensor, dst)
 

@@ -141,6 +141,12 @@ class Tcp(ScheduledCollectives, Communicator):
         super()._check_same_call(call, tensor, details)
         self.collective = call_check.describe_call(call, tensor, details)
 
+    def do_decline(self, why: str) -> None:
+        if self._num_compared < self.capabilities.checked_calls:
+            return super().do_decline(why)
+        self.collective = call_check.DECLINED  # without why: the same on all that decline
+        self.do_barrier()
+
     # The engine does these alone, or nothing: then they go the way of all calls.
 
     def allreduce(

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from communicator.base import Communicator
 
 FIRST_CALLS = 32
+DECLINED = "nothing, as its arguments are wrong:"  # in place of a call; why it was declined follows
 NBYTES = 192  # of a description, as the ranks exchange it
 
 DETAILS = {
@@ -78,17 +79,17 @@ def compare(comm: Communicator, number: int, call: str) -> None:
     except DrumlineError as error:
         text = f"{error} (This was the comparison of call {number}, {call}, among the ranks.)"
         raise with_text(error, text) from error
-    check_identical(comm, number, [tensor_to_text(row) for row in rows])
+    check_identical(comm, f"call {number}", [tensor_to_text(row) for row in rows])
 
 
-def check_identical(comm: Communicator, number: int, calls: list[str]) -> None:
-    """Raise CommunicatorError unless every rank makes the same call. calls: by rank."""
+def check_identical(comm: Communicator, where: str, calls: list[str]) -> None:
+    """Raise CommunicatorError unless every rank makes the same call there. calls: by rank."""
     if len(set(calls)) > 1:
         requests = "; ".join(
             f"{comm.rank_name(rank)} asked for {call}" for rank, call in enumerate(calls)
         )
         raise CommunicatorError(
-            f"{comm._me}: the ranks disagree in call {number}: {requests}. Nothing was "
+            f"{comm._me}: the ranks disagree in {where}: {requests}. Nothing was "
             "exchanged. Let every rank make the same calls in the same order, with the same "
             "shape, dtype and op."
         )
@@ -124,6 +125,11 @@ class CallChecker:
             return method(*args, **kwargs)
 
         return compared
+
+    def decline(self, why: str) -> None:
+        """Compare, in place of a call, that this rank makes none. Raises unless no rank does."""
+        if self._number < self._count and not self._comm.is_capturing():
+            self._compare(f"{DECLINED} {why}")
 
     def uninstall(self) -> None:
         """Put the methods back as they were, unless another has replaced them since."""
@@ -172,7 +178,7 @@ class CallChecker:
             raise with_text(error, text) from error
         if number == self._count:
             self.uninstall()
-        check_identical(self._comm, number, calls)
+        check_identical(self._comm, f"call {number}", calls)
 
     def _gather(self, description: str, call: str) -> list[str]:
         """Every rank's description of its call. Waits for the slowest rank, until the deadline."""

@@ -8,16 +8,18 @@ for as many elements on every rank, not for the same shape; so a communicator ge
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
 
 from communicator.base import Communicator
-from communicator.calls.dtypes import NAMES_OF_TORCH_OPS
-from communicator.errors import Unsupported
+from communicator.calls.call_check import check_identical
+from communicator.calls.dtypes import DTYPES, NAMES_OF_TORCH_OPS
+from communicator.errors import CommunicatorError, Unsupported
 
 BOOL_OPS = {
     **NAMES_OF_TORCH_OPS,
@@ -43,6 +45,34 @@ def allreduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
             comm.allreduce(whole, _op_name(comm, op, tensor.dtype))
 
 
+def allreduce_coalesced(comm: Communicator, tensors: Tensors, op: Any) -> None:
+    """Each reduced once, also one that is there twice or lies in another."""
+    if _are_apart(tensors):
+        for tensor in tensors:
+            allreduce(comm, tensor, op)
+        return
+    totals = [tensor.detach().clone() for tensor in tensors]
+    for total in totals:
+        allreduce(comm, total, op)
+    for tensor, total in zip(tensors, totals, strict=True):
+        tensor.detach().copy_(total)
+
+
+def _are_apart(tensors: Tensors) -> bool:
+    """True if no tensor is within the memory of another, from its first to its last element."""
+    spans = sorted(_span(tensor) for tensor in tensors if tensor.numel())
+    return all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(*_layout_of(tensor), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def _layout_of(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    return tensor.shape, tensor.stride()
+
+
 def allreduce_sparse(comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
     """The sum of all ranks' sparse_coo tensors, coalesced. Each may have its own number of entries.
 
@@ -51,7 +81,9 @@ def allreduce_sparse(comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
     if op != ReduceOp.SUM:
         raise Unsupported(f"{comm.rank_name()}: {op} of sparse tensors is not offered, only SUM.")
     own = tensor.detach().coalesce()
-    counts = [int(count) for count in comm.allgather(torch.tensor([len(own.values())]))]
+    facts = comm.allgather(torch.tensor([len(own.values()), own.sparse_dim(), *own.shape])).tolist()
+    counts = [count for count, *_ in facts]
+    check_identical(comm, "sparse allreduce", [str(shape) for _, *shape in facts])
     rows = _allgather_padded(comm, own.indices().t(), counts)
     values = _allgather_padded(comm, own.values(), counts)
     total = torch.sparse_coo_tensor(rows.t(), values, own.shape, check_invariants=False)
@@ -60,7 +92,7 @@ def allreduce_sparse(comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
 
 
 def _allgather_padded(comm: Communicator, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """All ranks' rows, rank after rank, of which each has so many."""
+    """All ranks' rows, rank after rank; counts: of each rank."""
     padded = rows.new_zeros(max(counts), *rows.shape[1:])
     padded[: len(rows)] = rows
     gathered = [torch.empty_like(padded) for _ in counts]
@@ -74,7 +106,11 @@ def _is_bitwise(op: Any, dtype: torch.dtype) -> bool:
 
 
 def _bitwise(comm: Communicator, whole: torch.Tensor, op: Any) -> torch.Tensor:
-    rows = comm.allgather(whole)
+    return _combine(comm.allgather(whole), op)
+
+
+def _combine(rows: torch.Tensor, op: Any) -> torch.Tensor:
+    """The bits of all rows in one, the first of them."""
     for row in rows[1:]:
         BITWISE[op](rows[0], row, out=rows[0])
     return rows[0]
@@ -97,16 +133,14 @@ def reduce(comm: Communicator, tensor: torch.Tensor, dst: int, op: Any) -> None:
 
 def allgather(comm: Communicator, outs: Tensors, tensor: torch.Tensor) -> None:
     """outs: one for each rank, each of the shape that rank has."""
-    if any(out.shape != outs[0].shape for out in outs):
-        return _allgather_uneven(comm, outs, tensor)
-    for out, row in zip(outs, comm.allgather(_as_flat_input(tensor).view(-1)), strict=True):
-        _write_back(out, row)
-
-
-def _allgather_uneven(comm: Communicator, outs: Tensors, tensor: torch.Tensor) -> None:
-    outs[comm.rank].detach().copy_(tensor.detach())
-    for src, out in enumerate(outs):
-        broadcast(comm, out, src)
+    own, sizes = _as_flat_input(tensor).view(-1), [_flat_numel(out) for out in outs]
+    parts: Iterable[torch.Tensor]
+    if len(set(sizes)) == 1:
+        parts = comm.allgather(own)
+    else:
+        parts = torch.split(comm.allgather(own, sizes=sizes), sizes)
+    for out, part in zip(outs, parts, strict=True):
+        _write_back(out, part)
 
 
 def allgather_flat(comm: Communicator, out: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -118,48 +152,110 @@ def allgather_flat(comm: Communicator, out: torch.Tensor, tensor: torch.Tensor) 
 
 def reduce_scatter(comm: Communicator, out: torch.Tensor, rows: Tensors, op: Any) -> None:
     """rows: one for each rank, which may differ in shape."""
-    if any(row.shape != rows[0].shape for row in rows):
-        for dst, row in enumerate(rows):
-            total = _as_flat_input(row).view(-1).clone()
-            comm.reduce(total, dst, _op_name(comm, op, row.dtype))
-            if dst == comm.rank:
-                _write_back(out, total)
-        return
-    reduce_scatter_flat(comm, out, torch.stack([row.detach() for row in rows]), op)
+    flat_rows = [_as_flat_input(row).view(-1) for row in rows]
+    sizes, flat = [len(row) for row in flat_rows], torch.cat(flat_rows)
+    if len(set(sizes)) == 1:
+        return _reduce_scatter_rows(comm, out, flat, op)
+    if _is_bitwise(op, out.dtype):
+        total = torch.split(_bitwise(comm, flat, op), sizes)[comm.rank]
+    else:
+        total = comm.reduce_scatter(flat, _op_name(comm, op, out.dtype), sizes=sizes)
+    _write_back(out, total)
 
 
 def reduce_scatter_flat(
     comm: Communicator, out: torch.Tensor, tensor: torch.Tensor, op: Any
 ) -> None:
     """tensor: what is for each rank, one after the other."""
+    _reduce_scatter_rows(comm, out, _as_flat_input(tensor), op)
+
+
+def _reduce_scatter_rows(
+    comm: Communicator, out: torch.Tensor, flat: torch.Tensor, op: Any
+) -> None:
+    rows = flat.view(comm.world_size, -1)
     with flattened(out) as whole:
-        rows = _as_flat_input(tensor).view(comm.world_size, -1)
-        comm.reduce_scatter(rows, _op_name(comm, op, out.dtype), out=whole)
+        if _is_bitwise(op, out.dtype):
+            whole.copy_(_combine(comm.alltoall(rows), op))
+        else:
+            comm.reduce_scatter(rows, _op_name(comm, op, out.dtype), out=whole)
 
 
 def gather(comm: Communicator, outs: Tensors, tensor: torch.Tensor, dst: int) -> None:
     """outs: on rank dst one for each rank, on the others none."""
-    if comm.rank == dst:
-        exchange(comm, [None] * comm.world_size, outs)
-        outs[dst].detach().copy_(tensor.detach())
-    else:
-        comm.send(_as_flat_input(tensor).view(-1), dst)
+    own = _as_flat_input(tensor).view(-1)
+    _compare(comm, "gather", own, dst)
+    rows = comm.gather(own, dst)
+    if rows is not None:
+        for out, part in zip(outs, rows, strict=True):
+            _write_back(out, part)
 
 
 def scatter(comm: Communicator, out: torch.Tensor, rows: Tensors, src: int) -> None:
     """rows: on rank src one for each rank, on the others none."""
+    stacked = None
     if comm.rank == src:
-        exchange(comm, rows, [None] * comm.world_size)
-        out.detach().copy_(rows[src].detach())
-    else:
-        with flattened(out) as whole:
-            comm.recv(whole, src)
+        stacked = torch.stack([_as_flat_input(row).view(-1) for row in rows])
+    with flattened(out) as whole:
+        _compare(comm, "scatter", whole, src)
+        comm.scatter(whole, stacked, src)
+
+
+def _compare(comm: Communicator, call: str, own: torch.Tensor, root: int) -> None:
+    """Raise on every rank if they call with other numbers of elements, dtypes or roots.
+
+    Where a collective's messages do not say so: they go from the root or to it, and a rank that
+    only sends would hear of a mistake from none.
+    """
+    if comm.device.type != "cpu" or comm.capabilities.compares_every_call or comm.world_size == 1:
+        return
+    facts = [own.numel(), _dtype_number(own), root]
+    rows = comm.allgather(torch.tensor(facts)).tolist()
+    check_identical(
+        comm,
+        call,
+        [f"{count} elements of dtype {dtype}, root {place}" for count, dtype, place in rows],
+    )
 
 
 def alltoall(comm: Communicator, outs: Tensors, tensors: Tensors) -> None:
     """tensors[i] goes to rank i, and outs[i] comes from it; sizes may differ."""
-    outs[comm.rank].detach().copy_(tensors[comm.rank].detach())
+    _compare_parts(comm, outs, tensors)
+    _write_back(outs[comm.rank], _as_flat_input(tensors[comm.rank]))
     exchange(comm, tensors, outs)
+
+
+def _compare_parts(comm: Communicator, outs: Tensors, tensors: Tensors) -> None:
+    """Raise on every rank unless what each sends to each is what that one expects.
+
+    On the CPU alone: elsewhere the host would have to wait for the answer.
+    """
+    if comm.device.type != "cpu" or comm.world_size == 1:
+        return
+    counts = [_flat_numel(tensor) for tensor in (*tensors, *outs)]
+    facts = comm.allgather(torch.tensor([_dtype_number(outs[0]), *counts]))
+    dtypes, (sent, expected) = facts[:, 0].tolist(), facts[:, 1:].chunk(2, dim=1)
+    wrong = (sent != expected.t()).nonzero().tolist()
+    if not wrong and len(set(dtypes)) == 1:
+        return
+    problem = f"the dtypes are {dtypes}, by rank"
+    if wrong:
+        src, dst = wrong[0]
+        problem = (
+            f"{comm.rank_name(src)} sends {sent[src, dst]} elements to {comm.rank_name(dst)}, "
+            f"which expects {expected[dst, src]}"
+        )
+    raise CommunicatorError(
+        f"{comm.rank_name()}: the ranks disagree in an alltoall: {problem}. Nothing was exchanged. "
+        "Let the parts be of the same dtype, and as large where they go as where they come from."
+    )
+
+
+def split_rows(
+    whole: torch.Tensor, sizes: Sequence[int], world_size: int
+) -> tuple[torch.Tensor, ...]:
+    """Parts of these sizes along the first dim, or, if none are given, equal ones."""
+    return torch.split(whole.detach(), list(sizes) or [len(whole) // world_size] * world_size)
 
 
 def alltoall_flat(
@@ -171,9 +267,8 @@ def alltoall_flat(
 ) -> None:
     """Equal parts along the first dim, or parts of these sizes."""
     if out_sizes or sizes:
-        even = [tensor.shape[0] // comm.world_size] * comm.world_size
-        parts = torch.split(tensor.detach(), list(sizes) or even)
-        return alltoall(comm, torch.split(out.detach(), list(out_sizes) or even), parts)
+        size = comm.world_size
+        return alltoall(comm, split_rows(out, out_sizes, size), split_rows(tensor, sizes, size))
     rows = (comm.world_size, -1)
     with flattened(out) as whole:
         comm.alltoall(_as_flat_input(tensor).view(rows), out=whole.view(rows))
@@ -209,6 +304,16 @@ def _op_name(comm: Communicator, op: Any, dtype: torch.dtype) -> str:
     return table[op]
 
 
+def _flat_numel(tensor: torch.Tensor) -> int:
+    """How many elements _as_flat_input gives."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def _dtype_number(tensor: torch.Tensor) -> int:
+    """The same on all ranks."""
+    return [info.torch for info in DTYPES].index(tensor.dtype)
+
+
 def _as_flat_input(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in one piece of memory: without autograd, what is lazy done, complex as pairs."""
     plain = tensor.detach().resolve_conj().resolve_neg()
@@ -220,7 +325,11 @@ def _write_back(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     target = tensor.detach()
     if target.is_complex():
         whole = torch.view_as_complex(whole.view(*target.shape, 2))
-    target.copy_(whole.view(target.shape))
+    whole = whole.view(target.shape)
+    for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if size > 1 and stride == 0:  # expanded: one number is there for all of them
+            target, whole = target.narrow(dim, 0, 1), whole.narrow(dim, 0, 1)
+    target.copy_(whole)
 
 
 @contextmanager

@@ -5,12 +5,12 @@ dist.init_process_group("drumline")     # or "cpu:drumline,cuda:drumline"
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
 from types import FunctionType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,18 +19,16 @@ import torch.distributed as dist
 from communicator.backends.plugin import PluginCommunicator
 from communicator.calls.async_work import AsyncWork, WorkQueue
 from communicator.errors import Unsupported
-from communicator.torch_interop import list_collectives, native_backend
+from communicator.torch_interop import native_backend
 from communicator.torch_interop.deferred_p2p import DeferredMessages
+from communicator.torch_interop.group_collectives import DEVICE_TYPES, GroupCollectives
 from communicator.torch_interop.group_ranks import GroupRanks, meet
 from communicator.torch_interop.lazy_communicators import Chosen, LazyCommunicators
 from communicator.torch_interop.p2p_engine import ANY_SOURCE, P2PGroup, open_p2p
 from coordinator import Coordinator, torch_private
 
 NAME = "drumline"
-DEVICE_TYPES = ("cpu", "cuda")
 Tensors = list[torch.Tensor]
-OneOrMore = torch.Tensor | Tensors
-ProcessGroup: Any = torch_private.NamedProcessGroup  # untyped, for its overloads
 
 
 class Met(NamedTuple):
@@ -56,7 +54,7 @@ class Met(NamedTuple):
 _met_beside: WeakKeyDictionary[Any, list[Met]] = WeakKeyDictionary()
 
 
-class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
+class DrumlineProcessGroup(GroupCollectives):
     """A process group of torch: the best communicator there is for each kind of device.
 
     On the CPU a collective runs in a thread of the group, unless its caller waits for it at once;
@@ -146,150 +144,6 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
     def abort(self) -> None:
         self._comms.close()
 
-    # Collectives. torch gives lists of tensors, one for each device of the caller, and options; or
-    # one tensor, and what the options would hold. The deadline is the group's in any case.
-
-    def allreduce(
-        self, tensors: OneOrMore, opts: Any = None, timeout: Any = None, *, op: Any = None
-    ) -> AsyncWork:
-        tensors, op = _as_list(tensors), _op_argument(opts, op)
-        is_sparse = tensors[0].layout == torch.sparse_coo
-        move = list_collectives.allreduce_sparse if is_sparse else list_collectives.allreduce
-        return self._run_each(move, [(tensor, op) for tensor in tensors], tensors, opts)
-
-    allreduce_coalesced = allreduce
-
-    def broadcast(
-        self, tensors: OneOrMore, opts: Any = None, timeout: Any = None, *, root: int | None = None
-    ) -> AsyncWork:
-        tensors, root = _as_list(tensors), _root_argument(opts, root)
-        return self._run_each(
-            list_collectives.broadcast, [(tensor, root) for tensor in tensors], tensors, opts
-        )
-
-    def reduce(
-        self,
-        tensors: OneOrMore,
-        opts: Any = None,
-        op: Any = None,
-        timeout: Any = None,
-        *,
-        root: int | None = None,
-    ) -> AsyncWork:
-        tensors, op, root = _as_list(tensors), _op_argument(opts, op), _root_argument(opts, root)
-        calls = [(tensor, root, op) for tensor in tensors]
-        return self._run_each(list_collectives.reduce, calls, tensors, opts)
-
-    def allgather(
-        self, outs: Any, tensors: OneOrMore, opts: Any = None, timeout: Any = None
-    ) -> AsyncWork:
-        """outs[i][rank] is what tensors[i] is on that rank."""
-        outs = [outs] if isinstance(tensors, torch.Tensor) else outs
-        calls = list(zip(outs, _as_list(tensors), strict=True))
-        return self._run_each(
-            list_collectives.allgather, calls, [out for rows in outs for out in rows], opts
-        )
-
-    def allgather_coalesced(
-        self, outs: list[Tensors], tensors: Tensors, opts: Any = None
-    ) -> AsyncWork:
-        """outs[rank][i] is what tensors[i] is on that rank."""
-        return self.allgather([list(rows) for rows in zip(*outs, strict=True)], tensors, opts)
-
-    def all_gather_single_coalesced(
-        self, outs: Tensors, tensors: Tensors, opts: Any = None
-    ) -> AsyncWork:
-        calls = list(zip(outs, tensors, strict=True))
-        return self._run_each(list_collectives.allgather_flat, calls, outs, opts)
-
-    def all_gather_single(
-        self, out: torch.Tensor, tensor: torch.Tensor, opts: Any = None
-    ) -> AsyncWork:
-        return self._run_each(list_collectives.allgather_flat, [(out, tensor)], [out], opts)
-
-    def reduce_scatter(
-        self, outs: OneOrMore, rows: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
-    ) -> AsyncWork:
-        rows = [rows] if isinstance(outs, torch.Tensor) else rows
-        outs, op = _as_list(outs), _op_argument(opts, op)
-        calls = [(out, parts, op) for out, parts in zip(outs, rows, strict=True)]
-        return self._run_each(list_collectives.reduce_scatter, calls, outs, opts)
-
-    def reduce_scatter_single_coalesced(
-        self, outs: Tensors, tensors: Tensors, opts: Any = None
-    ) -> AsyncWork:
-        op = _op_argument(opts)
-        calls = [(out, tensor, op) for out, tensor in zip(outs, tensors, strict=True)]
-        return self._run_each(list_collectives.reduce_scatter_flat, calls, outs, opts)
-
-    def reduce_scatter_single(
-        self, out: torch.Tensor, tensor: torch.Tensor, opts: Any = None
-    ) -> AsyncWork:
-        return self.reduce_scatter_single_coalesced([out], [tensor], opts)
-
-    def gather(
-        self,
-        outs: Any,
-        tensors: OneOrMore,
-        opts: Any = None,
-        timeout: Any = None,
-        *,
-        root: int | None = None,
-    ) -> AsyncWork:
-        rows = outs if isinstance(tensors, torch.Tensor) or not outs else outs[0]
-        call = (rows, _as_list(tensors)[0], _root_argument(opts, root))
-        return self._run_each(list_collectives.gather, [call], rows, opts)
-
-    def scatter(
-        self,
-        outs: OneOrMore,
-        rows: Any,
-        opts: Any = None,
-        timeout: Any = None,
-        *,
-        root: int | None = None,
-    ) -> AsyncWork:
-        parts = rows if isinstance(outs, torch.Tensor) or not rows else rows[0]
-        outs = _as_list(outs)
-        return self._run_each(
-            list_collectives.scatter, [(outs[0], parts, _root_argument(opts, root))], outs, opts
-        )
-
-    def alltoall(self, outs: Tensors, tensors: Tensors, opts: Any = None) -> AsyncWork:
-        return self._run_each(list_collectives.alltoall, [(outs, tensors)], outs, opts)
-
-    def all_to_all_single(
-        self,
-        out: torch.Tensor,
-        tensor: torch.Tensor,
-        out_sizes: list[int] | None,
-        sizes: list[int] | None,
-        opts: Any = None,
-    ) -> AsyncWork:
-        call = (out, tensor, out_sizes or [], sizes or [])
-        return self._run_each(list_collectives.alltoall_flat, [call], [out], opts)
-
-    def barrier(self, opts: Any = None, timeout: Any = None) -> AsyncWork:
-        self._comms.check("cpu")
-        return self._start(lambda: self._comms.of("cpu").barrier(), [], opts, on_device=False)
-
-    # Between these two torch calls what may be done as one; here it starts at once all the same.
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        pass
-
-    def _end_coalescing(self, device: torch.device | None = None) -> AsyncWork:
-        """Ends when all calls before it have."""
-        on_device = device is not None and device.type != "cpu"
-        return self._start(lambda: None, [], None, on_device=on_device)
-
-    # The names of the same methods before torch 2.12.
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _allgather_base = all_gather_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    alltoall_base = all_to_all_single
-
     # Sends and receives.
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> AsyncWork:
@@ -313,62 +167,6 @@ class DrumlineProcessGroup(ProcessGroup):  # type: ignore[misc]
         if tensor.device.type == "cpu" and self._p2p is not None:
             return self._p2p.start(kind, tensor, peer, tag)
         return self._deferred.add(self._comms.of(tensor.device.type), kind, tensor, peer, tag)
-
-    def _run_each(
-        self, move: Callable[..., None], calls: list[Any], written: Tensors, opts: Any
-    ) -> AsyncWork:
-        """move(communicator, *call) for each call, as one piece of work."""
-        first = _first_tensor(calls[0])
-        if move is not list_collectives.allreduce_sparse:
-            self._check_dense(first)
-        device_type = first.device.type
-        self._comms.check(device_type)
-
-        def work() -> None:
-            comm = self._comms.of(device_type)
-            for call in calls:
-                move(comm, *call)
-
-        return self._start(work, written, opts, on_device=device_type != "cpu")
-
-    def _start(
-        self, work: Callable[[], None], written: Tensors, opts: Any, on_device: bool
-    ) -> AsyncWork:
-        self._deferred.start()
-        if on_device:  # it only enqueues on the caller's stream
-            return self._queue.run(work, written)
-        if getattr(opts, "asyncOp", True):
-            return self._queue.submit(work, written)
-        return self._queue.run_or_submit(work, written)
-
-    def _check_dense(self, tensor: torch.Tensor) -> None:
-        if tensor.layout != torch.strided:
-            raise Unsupported(
-                f"{self._ranks.rank_name()}: only all_reduce takes sparse tensors, of layout "
-                f"sparse_coo, and this one is {str(tensor.layout).removeprefix('torch.')}. Call "
-                "to_dense() first."
-            )
-
-
-def _first_tensor(call: tuple[Any, ...]) -> torch.Tensor:
-    first = next(item for item in call if isinstance(item, torch.Tensor) or item)
-    return first if isinstance(first, torch.Tensor) else cast(Tensors, first)[0]
-
-
-def _as_list(tensors: OneOrMore) -> Tensors:
-    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
-
-
-def _op_argument(opts: Any, op: Any = None) -> Any:
-    """op, or that of opts, or opts itself, or SUM."""
-    op = getattr(opts, "reduceOp", opts) if op is None else op
-    return dist.ReduceOp.SUM if op is None or isinstance(op, int) else getattr(op, "op", op)
-
-
-def _root_argument(opts: Any, root: int | None = None) -> int:
-    """root, or that of opts, or opts itself, or 0."""
-    root = getattr(opts, "rootRank", opts) if root is None else root
-    return root or 0
 
 
 def create_group(options: Any, _: Any) -> Any:
@@ -445,5 +243,6 @@ def _skip_in_dynamo(kind: type) -> None:
     torch_private.skip_in_dynamo(method.__code__ for method in methods)
 
 
+_skip_in_dynamo(GroupCollectives)
 _skip_in_dynamo(DrumlineProcessGroup)
 dist.Backend.register_backend(NAME, create_group, extended_api=True, devices=list(DEVICE_TYPES))

@@ -34,7 +34,7 @@ extern "C" {
 #endif
 
 #define COMM_ABI_MAJOR 1u
-#define COMM_ABI_MINOR 6u
+#define COMM_ABI_MINOR 7u
 #define COMM_UNIQUE_ID_MAX 4096u
 
 /* Results. 0 to 8 have the numbers of ncclResult_t. */
@@ -258,6 +258,13 @@ typedef struct comm_plugin {
     comm_result (*reduce_scatterv)(comm_t comm, const void* send, void* recv,
                                    const uint64_t* counts, comm_dtype dtype, comm_op op,
                                    comm_stream stream);
+
+    /* Since abi_minor 7. */
+    /* Collective, in place of a call whose arguments are wrong on this rank, which knows that and
+     * `why` before the call. That call returns COMM_INVALID_USAGE on every other rank before
+     * anything moves, with `why` in its text, and all ranks can go on. Here the result is that,
+     * too, or COMM_OK if every rank declines. */
+    comm_result (*decline)(comm_t comm, const char* why);
 } comm_plugin;
 
 /* Whether the table p reaches as far as entry f, and offers it. */

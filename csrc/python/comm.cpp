@@ -79,6 +79,17 @@ PyObject* comm_abort(PyObject* object, PyObject*) {
     return code == COMM_OK ? new_reference(Py_None) : raise_result(self->table, code, nullptr);
 }
 
+PyObject* comm_decline(PyObject* object, PyObject* text) {
+    Comm* self = comm_of(object);
+    CallSite site = site_of(self, "decline");
+    if (!COMM_HAS(self->table, decline)) return raise_not_offered(site, self->table);
+    const char* why = PyUnicode_AsUTF8AndSize(text, nullptr);
+    if (why == nullptr) return nullptr;
+    bool done =
+        call_library(self, site, [&](comm_t comm) { return self->table->decline(comm, why); });
+    return done ? new_reference(Py_None) : nullptr;
+}
+
 PyObject* comm_set_timeout(PyObject* object, PyObject* timeout_ms) {
     Comm* self = comm_of(object);
     long milliseconds = PyLong_AsLong(timeout_ms);
@@ -277,6 +288,8 @@ PyMethodDef comm_methods[] = {
     {"send", as_method(comm_send), FAST, "send(tensor, dst)"},
     {"recv", as_method(comm_recv), FAST, "recv(tensor, src) -> tensor"},
     {"barrier", comm_barrier, METH_NOARGS, "barrier()"},
+    {"decline", comm_decline, METH_O,
+     "decline(why): in place of a call of all ranks, which raises on them"},
     {"group_start", comm_group_start, METH_NOARGS, "group_start()"},
     {"group_end", comm_group_end, METH_NOARGS, "group_end()"},
     {"abort", comm_abort, METH_NOARGS,

@@ -131,6 +131,7 @@ PyObject* plugin_offers(PyObject* object, PyObject* argument) {
     OFFERED(scatter);
     OFFERED(allgatherv);
     OFFERED(reduce_scatterv);
+    OFFERED(decline);
 #undef OFFERED
     return PyBool_FromLong(offered);
 }

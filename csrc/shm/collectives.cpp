@@ -320,9 +320,7 @@ void allgather_parts(ShmCommunicator& comm, const CallSignature& call, const Par
         auto part = [&](int of_rank) { return parts.of(of_rank, first, limit); };
         Piece own = part(comm.rank);
         comm.put(comm.slot(comm.rank), from + first * size, own.count * size);
-        comm.arrive();
-        copy(to + own.first * size, from + first * size, own.count * size);
-        comm.await();
+        comm.step_with([&] { copy(to + own.first * size, from + first * size, own.count * size); });
         for_each_peer(comm, [&](int peer) {
             Piece other = part(peer);
             std::memcpy(to + other.first * size, comm.slot(peer), other.count * size);
@@ -418,9 +416,7 @@ void ShmCommunicator::alltoall(const void* send, void* recv, uint64_t count, com
         for (int peer = 0; peer < nranks; ++peer)
             if (peer != rank)
                 put(slot(rank) + peer * stride, from + (peer * count + first) * size, part * size);
-        arrive();
-        copy(to + own + first * size, from + own + first * size, part * size);
-        await();
+        step_with([&] { copy(to + own + first * size, from + own + first * size, part * size); });
         for_each_peer(*this, [&](int peer) {
             std::memcpy(to + (peer * count + first) * size, slot(peer) + rank * stride,
                         part * size);

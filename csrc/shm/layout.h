@@ -18,7 +18,7 @@
 namespace shm {
 
 // Ranks share memory only with those of the same version.
-constexpr const char* const version = "3";
+constexpr const char* const version = "4";
 
 constexpr size_t cache_line_bytes = 128;
 constexpr size_t page_bytes = 4096;
@@ -97,6 +97,9 @@ struct alignas(cache_line_bytes) Identity {
     uint64_t pid_namespace;  // pids can be compared only within one
 };
 
+// Of the text of a rank that declines a call, with the 0 at its end.
+constexpr size_t max_declined_bytes = 512;
+
 struct RankBlock {
     Progress progress;
     Counter num_sleepers;     // peers that sleep until progress.step changes
@@ -106,6 +109,7 @@ struct RankBlock {
     Counter stream_sleepers;  // bits of the threads of this rank that sleep until it changes
     Identity identity;
     alignas(cache_line_bytes) Shape shapes[2];  // of the two headers; read only for errors
+    char declined[2][max_declined_bytes];       // why, where a header is a Collective::declined
     alignas(cache_line_bytes) SharedMemory regions[max_regions];
 };
 

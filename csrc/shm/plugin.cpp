@@ -86,6 +86,7 @@ comm_plugin make_shm_plugin() {
     table.scatter = plugin::TableEntry<&ShmCommunicator::scatter>::call;
     table.allgatherv = plugin::TableEntry<&ShmCommunicator::allgatherv>::call;
     table.reduce_scatterv = plugin::TableEntry<&ShmCommunicator::reduce_scatterv>::call;
+    table.decline = plugin::TableEntry<&ShmCommunicator::decline>::call;
     return table;
 }
 

@@ -36,9 +36,10 @@ CallSignature unpack(uint64_t packed, uint64_t count) {
 }
 
 const char* name_of(Collective collective) {
-    static const char* const names[] = {"setup",  "barrier",   "allreduce",      "broadcast",
-                                        "reduce", "allgather", "reduce_scatter", "alltoall",
-                                        "gather", "scatter",   "allgatherv",     "reduce_scatterv"};
+    static const char* const names[] = {
+        "setup",      "barrier",         "allreduce",    "broadcast", "reduce",
+        "allgather",  "reduce_scatter",  "alltoall",     "gather",    "scatter",
+        "allgatherv", "reduce_scatterv", "no collective"};
     return names[static_cast<int>(collective)];
 }
 
@@ -49,7 +50,9 @@ bool has_op(Collective collective) {
 
 std::string describe(const CallSignature& call, const Shape& shape) {
     std::string text = name_of(call.collective);
-    if (call.collective == Collective::barrier || call.collective == Collective::none) return text;
+    if (call.collective == Collective::barrier || call.collective == Collective::none ||
+        call.collective == Collective::declined)
+        return text;
     text += " of " + describe_tensor(call.count, call.dtype, shape);
     if (has_op(call.collective)) text += std::string(", ") + name_of_op(call.op);
     if (call.collective == Collective::broadcast || call.collective == Collective::scatter)
@@ -265,9 +268,36 @@ void ShmCommunicator::check_headers() {
         if (header.signature.load(std::memory_order_relaxed) != signature ||
             header.count.load(std::memory_order_relaxed) != call_.count) {
             round_ = 0;
+            check_not_declined();
             throw_mismatch(peer, header);
         }
     }
+}
+
+// Throws on every rank if some rank declined this call, and not all.
+void ShmCommunicator::check_not_declined() {
+    for (int peer = 0; peer < nranks; ++peer) {
+        const RankBlock& block = segment_.block(peer);
+        const CallHeader& header = block.progress.headers[call_number_ & 1];
+        if (unpack(header.signature.load(std::memory_order_relaxed), 0).collective ==
+            Collective::declined)
+            throw PluginError{
+                COMM_INVALID_USAGE,
+                rank_prefix() + "call " + std::to_string(call_number_) + " (" +
+                    describe(call_, shape_) + ") was declined by rank " + std::to_string(peer) +
+                    ", whose arguments are wrong: " + block.declined[call_number_ & 1] +
+                    " Nothing was exchanged. Mend the call of that rank"};
+    }
+}
+
+// The text is read by peers that compare this call, so the rules of headers hold for it.
+void ShmCommunicator::decline(const char* why) {
+    if (nranks == 1) return;
+    begin(CallSignature{Collective::declined, 0, COMM_UINT8, 0, 0});
+    char* text = segment_.block(rank).declined[call_number_ & 1];
+    std::strncpy(text, why, max_declined_bytes - 1);
+    text[max_declined_bytes - 1] = 0;
+    step();
 }
 
 void ShmCommunicator::throw_mismatch(int peer, const CallHeader& header) {

@@ -31,7 +31,8 @@ enum class Collective : uint8_t {
     gather,
     scatter,
     allgatherv,
-    reduce_scatterv
+    reduce_scatterv,
+    declined
 };
 
 // What must be the same on all ranks, besides the shape.
@@ -122,6 +123,7 @@ class ShmCommunicator {
     void mem_alloc(size_t nbytes, void** pointer);
     void mem_free(void* pointer);
     void set_shape(int32_t ndim, const int64_t* sizes) { shape_.set(ndim, sizes); }
+    void decline(const char* why);
     void abort();  // from any thread, as set_timeout
     void set_timeout(int64_t timeout_ns) { timeout_ns_ = timeout_ns; }
     // Keeps the text for last_error(), and refuses later calls if the ranks lost step.
@@ -136,6 +138,16 @@ class ShmCommunicator {
     void step() {
         arrive();
         await();
+    }
+    // A step with work that writes the result: before the wait, except in the first step of a call,
+    // which may find that the calls differ.
+    template <class Work>
+    void step_with(Work work) {
+        bool is_compared = !headers_unchecked_;
+        arrive();
+        if (is_compared) work();
+        await();
+        if (!is_compared) work();
     }
     // The two halves of a step; between them is time for work that needs no peer.
     void arrive();
@@ -174,6 +186,7 @@ class ShmCommunicator {
     SpinPolicy spin_policy_for(int peer);
     void check_headers();
     [[noreturn]] void throw_mismatch(int peer, const CallHeader& header);
+    void check_not_declined();
 
     int64_t time_exchange(std::vector<char>& scratch, bool streaming);
     bool prefers_streaming(const Bootstrap& bootstrap, const std::vector<int32_t>& gains);

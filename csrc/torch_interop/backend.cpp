@@ -104,7 +104,10 @@ class DrumlineBackend : public c10d::Backend {
         const CallTitle title{OpType::ALLREDUCE, "drumline:all_reduce", tensors};
         return start(
             title, options.asyncOp, tensors,
-            [&](const NativeCalls& native) { return native.allreduce(tensors, options.reduceOp); },
+            [&](const NativeCalls& native) {
+                return tensors.size() == 1 ? native.allreduce(tensors[0], options.reduceOp)
+                                           : Call();
+            },
             [&] { return delegate(title, "allreduce", tensors, options); });
     }
     WorkBase allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override {
@@ -112,13 +115,23 @@ class DrumlineBackend : public c10d::Backend {
     }
     WorkBase allreduce_coalesced(Tensors& tensors,
                                  const c10d::AllreduceCoalescedOptions& options) override {
-        return allreduce(tensors, options);
+        const CallTitle title{OpType::ALLREDUCE_COALESCED, "drumline:all_reduce", tensors};
+        return start(
+            title, options.asyncOp, tensors,
+            [&](const NativeCalls& native) {
+                return native.allreduce_all(tensors, options.reduceOp);
+            },
+            [&] { return delegate(title, "allreduce_coalesced", tensors, options); });
     }
     WorkBase broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
         const CallTitle title{OpType::BROADCAST, "drumline:broadcast", tensors};
         return start(
             title, options.asyncOp, tensors,
-            [&](const NativeCalls& native) { return native.broadcast(tensors, options.rootRank); },
+            [&](const NativeCalls& native) {
+                return tensors.size() == 1 && options.rootTensor == 0
+                           ? native.broadcast(tensors[0], options.rootRank)
+                           : Call();
+            },
             [&] { return delegate(title, "broadcast", tensors, options); });
     }
     WorkBase reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {

@@ -4,6 +4,7 @@
 
 #include <communicator.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <utility>
@@ -21,13 +22,10 @@ class NativeCalls : public std::enable_shared_from_this<NativeCalls> {
 
     // Each an empty Call if the tensors need Python: it converts them, or says what is wrong.
 
-    Call allreduce(const std::vector<at::Tensor>& tensors, const c10d::ReduceOp& op) const {
+    Call allreduce(const at::Tensor& tensor, const c10d::ReduceOp& op) const {
         comm_op native_op;
-        for (const at::Tensor& tensor : tensors)
-            if (!is_plain(tensor) || !find_op(op, tensor.scalar_type(), &native_op)) return {};
-        if (tensors.empty() || !find_op(op, tensors[0].scalar_type(), &native_op)) return {};
-        if (tensors.size() > 1) return allreduce_all(tensors, op);
-        return call([=, this, tensor = tensors[0]](comm_t comm) {
+        if (!is_plain(tensor) || !find_op(op, tensor.scalar_type(), &native_op)) return {};
+        return call([=, this](comm_t comm) {
             const int64_t shape[] = {tensor.numel()};
             tell_shape(comm, shape);
             void* data = tensor.data_ptr();
@@ -36,11 +34,33 @@ class NativeCalls : public std::enable_shared_from_this<NativeCalls> {
         });
     }
 
-    Call broadcast(const std::vector<at::Tensor>& tensors, int64_t src) const {
-        if (!COMM_HAS(borrowed_.table, broadcast) || tensors.size() != 1 || !is_plain(tensors[0]) ||
-            src < 0 || src >= borrowed_.nranks)
+    // Of tensors of one dtype, none of which lies in another.
+    Call allreduce_all(const std::vector<at::Tensor>& tensors, const c10d::ReduceOp& op) const {
+        std::vector<Call> calls;
+        std::vector<std::pair<const char*, const char*>> spans;
+        for (const at::Tensor& tensor : tensors) {
+            if (!are_plain(tensor, tensors[0])) return {};
+            auto begin = static_cast<const char*>(tensor.data_ptr());
+            spans.emplace_back(begin, begin + tensor.nbytes());
+            calls.push_back(allreduce(tensor, op));
+            if (!calls.back()) return {};
+        }
+        std::sort(spans.begin(), spans.end());
+        for (size_t i = 1; i < spans.size(); ++i)
+            if (spans[i].first < spans[i - 1].second) return {};
+        if (calls.empty()) return {};
+        return [calls = std::move(calls)]() -> ErrorPointer {
+            for (const Call& call : calls)
+                if (ErrorPointer error = call()) return error;
+            return nullptr;
+        };
+    }
+
+    Call broadcast(const at::Tensor& tensor, int64_t src) const {
+        if (!COMM_HAS(borrowed_.table, broadcast) || !is_plain(tensor) || src < 0 ||
+            src >= borrowed_.nranks)
             return {};
-        return call([=, this, tensor = tensors[0]](comm_t comm) {
+        return call([=, this](comm_t comm) {
             const int64_t shape[] = {tensor.numel()};
             tell_shape(comm, shape);
             return borrowed_.table->broadcast(comm, tensor.data_ptr(), count_of(tensor),
@@ -49,10 +69,9 @@ class NativeCalls : public std::enable_shared_from_this<NativeCalls> {
     }
 
     Call allgather(const at::Tensor& out, const at::Tensor& tensor) const {
-        int64_t nbytes = static_cast<int64_t>(tensor.nbytes());
         if (!COMM_HAS(borrowed_.table, allgather) || !are_plain(out, tensor) ||
-            out.numel() != tensor.numel() * borrowed_.nranks ||
-            !are_apart(out, tensor, borrowed_.rank * nbytes))
+            !is_one_part_per_rank(out, tensor) ||
+            !are_apart(out, tensor, borrowed_.rank * nbytes_of(tensor)))
             return {};
         return call([=, this](comm_t comm) {
             const int64_t shape[] = {tensor.numel()};
@@ -66,10 +85,11 @@ class NativeCalls : public std::enable_shared_from_this<NativeCalls> {
     Call allgather_list(const std::vector<at::Tensor>& outs, const at::Tensor& tensor) const {
         bool fits = static_cast<int64_t>(outs.size()) == borrowed_.nranks;
         for (const at::Tensor& out : outs)
-            fits = fits && are_plain(out, tensor) && out.numel() == tensor.numel() &&
-                   out.sizes() == outs[0].sizes();
+            fits = fits && are_plain(out, tensor) && out.sizes() == tensor.sizes();
         if (!fits) return {};
-        at::Tensor rows = at::empty({borrowed_.nranks, tensor.numel()}, tensor.options());
+        std::vector<int64_t> shape = tensor.sizes().vec();
+        shape.insert(shape.begin(), borrowed_.nranks);
+        at::Tensor rows = at::empty(shape, tensor.options());
         Call gather = allgather(rows, tensor);
         if (!gather) return {};
         return [=, gather = std::move(gather)]() -> ErrorPointer {
@@ -86,11 +106,9 @@ class NativeCalls : public std::enable_shared_from_this<NativeCalls> {
     Call reduce_scatter(const at::Tensor& out, const at::Tensor& tensor,
                         const c10d::ReduceOp& op) const {
         comm_op native_op;
-        int64_t nbytes = static_cast<int64_t>(out.nbytes());
         if (!COMM_HAS(borrowed_.table, reduce_scatter) || !are_plain(out, tensor) ||
-            tensor.numel() != out.numel() * borrowed_.nranks ||
-            !find_op(op, tensor.scalar_type(), &native_op) ||
-            !are_apart(tensor, out, borrowed_.rank * nbytes))
+            !is_one_part_per_rank(tensor, out) || !find_op(op, tensor.scalar_type(), &native_op) ||
+            !are_apart(tensor, out, borrowed_.rank * nbytes_of(out)))
             return {};
         return call([=, this](comm_t comm) {
             const int64_t shape[] = {borrowed_.nranks, out.numel()};
@@ -103,8 +121,9 @@ class NativeCalls : public std::enable_shared_from_this<NativeCalls> {
 
     Call alltoall(const at::Tensor& out, const at::Tensor& tensor) const {
         if (!COMM_HAS(borrowed_.table, alltoall) || !are_plain(out, tensor) ||
-            out.numel() != tensor.numel() || tensor.dim() == 0 ||
-            tensor.size(0) % borrowed_.nranks != 0 || !are_apart(out, tensor, -1))
+            out.numel() != tensor.numel() || tensor.dim() == 0 || out.dim() == 0 ||
+            tensor.size(0) % borrowed_.nranks != 0 || out.size(0) % borrowed_.nranks != 0 ||
+            !are_apart(out, tensor, -1))
             return {};
         return call([=, this](comm_t comm) {
             int64_t count = tensor.numel() / borrowed_.nranks;
@@ -122,16 +141,6 @@ class NativeCalls : public std::enable_shared_from_this<NativeCalls> {
     }
 
   private:
-    Call allreduce_all(const std::vector<at::Tensor>& tensors, const c10d::ReduceOp& op) const {
-        std::vector<Call> calls;
-        for (const at::Tensor& tensor : tensors) calls.push_back(allreduce({tensor}, op));
-        return [calls = std::move(calls)]() -> ErrorPointer {
-            for (const Call& call : calls)
-                if (ErrorPointer error = call()) return error;
-            return nullptr;
-        };
-    }
-
     template <class Body>
     Call call(Body body) const {
         return [this, self = shared_from_this(), body = std::move(body)]() -> ErrorPointer {
@@ -165,6 +174,18 @@ class NativeCalls : public std::enable_shared_from_this<NativeCalls> {
         return is_plain(tensor) && is_plain(other) && tensor.scalar_type() == other.scalar_type();
     }
 
+    // The parts of all ranks, stacked or one after the other.
+    bool is_one_part_per_rank(const at::Tensor& whole, const at::Tensor& part) const {
+        std::vector<int64_t> stacked = part.sizes().vec();
+        if (!stacked.empty()) {
+            std::vector<int64_t> joined = stacked;
+            joined[0] *= borrowed_.nranks;
+            if (whole.sizes() == at::IntArrayRef(joined)) return true;
+        }
+        stacked.insert(stacked.begin(), borrowed_.nranks);
+        return whole.sizes() == at::IntArrayRef(stacked);
+    }
+
     // The smaller lies outside the larger, or where the call is in place; -1: nowhere in it.
     static bool are_apart(const at::Tensor& larger, const at::Tensor& smaller, int64_t in_place) {
         int64_t shift = static_cast<const char*>(smaller.data_ptr()) -
@@ -172,6 +193,10 @@ class NativeCalls : public std::enable_shared_from_this<NativeCalls> {
         return (in_place >= 0 && shift == in_place) ||
                shift >= static_cast<int64_t>(larger.nbytes()) ||
                -shift >= static_cast<int64_t>(smaller.nbytes());
+    }
+
+    static int64_t nbytes_of(const at::Tensor& tensor) {
+        return static_cast<int64_t>(tensor.nbytes());
     }
 
     static uint64_t count_of(const at::Tensor& tensor) {
