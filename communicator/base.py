@@ -13,11 +13,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
@@ -62,6 +62,8 @@ TRACED = (
     "send",
     "recv",
 )
+
+Checked = TypeVar("Checked")
 
 
 @dataclass(frozen=True)
@@ -290,7 +292,7 @@ class Communicator(CollectivesFromP2P):
         """
         if dim is not None or sizes is not None:
             self._check_no_out("allgather", out)
-            return allgather_along(self, tensor, dim, sizes)
+            return self._or_decline(lambda: allgather_along(self, tensor, dim, sizes))
         self._check("allgather", tensor)
         shape = (self.world_size, *tensor.shape)
         out = self._out("allgather", out, shape, tensor)
@@ -318,9 +320,9 @@ class Communicator(CollectivesFromP2P):
         self._check("reduce_scatter", tensor)
         if dim is not None or sizes is not None:
             self._check_no_out("reduce_scatter", out)
-            return reduce_scatter_along(self, tensor, op, dim, sizes)
+            return self._or_decline(lambda: reduce_scatter_along(self, tensor, op, dim, sizes))
         op = check_op(self._me, "reduce_scatter", op, tensor)
-        self._check_rows("reduce_scatter", tensor)
+        self._or_decline(lambda: self._check_rows("reduce_scatter", tensor))
         out = self._out("reduce_scatter", out, tuple(tensor.shape[1:]), tensor)
         self._check_same_call("reduce_scatter", tensor, op)
         if self.world_size == 1:
@@ -351,7 +353,7 @@ class Communicator(CollectivesFromP2P):
         out must not share memory with tensor.
         """
         self._check("alltoall", tensor)
-        self._check_rows("alltoall", tensor)
+        self._or_decline(lambda: self._check_rows("alltoall", tensor))
         out = self._out("alltoall", out, tuple(tensor.shape), tensor)
         self._check_same_call("alltoall", tensor)
         if self.world_size == 1:
@@ -390,7 +392,7 @@ class Communicator(CollectivesFromP2P):
         self._check("scatter", out)
         check_peer(self._me, "scatter", src, self.world_size, "src")
         if self.rank == src:
-            rows = self._check_scattered(out, rows)
+            rows = self._or_decline(lambda: self._check_scattered(out, rows))
         self._check_same_call("scatter", out, f"from rank {src}")
         if self._has_work(out):
             self.do_scatter(out, rows if self.rank == src else None, src)
@@ -492,6 +494,17 @@ class Communicator(CollectivesFromP2P):
     def do_decline(self, why: str) -> None:
         """Take part in the comparison of a call; raises what it raises on the other ranks."""
         self._check_same_call(call_check.DECLINED, details=why)
+
+    def _or_decline(self, check: Callable[[], Checked]) -> Checked:
+        """What check() returns. A mistake that it finds is raised on the other ranks, too.
+
+        For calls with a part for each rank, in which ranks are easily of two minds.
+        """
+        try:
+            return check()
+        except (TypeError, ValueError) as error:
+            self.decline(str(error))
+            raise
 
     @contextmanager
     def group(self) -> Iterator[None]:

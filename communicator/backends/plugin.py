@@ -229,13 +229,13 @@ class PluginCommunicator(Communicator):
             return super().reduce_scatter(tensor, op, out=out, dim=dim, sizes=sizes)
         if out is None:
             out = self._new("reduce_scatter", tensor, lambda shape: shape[1:])
-        return self._comm.reduce_scatter(tensor, op, out)
+        return self._or_decline(lambda: self._comm.reduce_scatter(tensor, op, out))
 
     def alltoall(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         if out is None:
             self._check("alltoall", tensor)
             out = torch.empty_like(tensor)
-        return self._comm.alltoall(tensor, out)
+        return self._or_decline(lambda: self._comm.alltoall(tensor, out))
 
     def _new(
         self,

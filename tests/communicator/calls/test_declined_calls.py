@@ -1,0 +1,41 @@
+"""A mistake in a call with a part for each rank is raised on every rank, whoever made it."""
+
+import pytest
+import torch
+
+from communicator import Communicator, CommunicatorError
+from coordinator import Coordinator
+
+WRONG_ON_RANK_1 = {
+    "scatter of too few rows": lambda comm, is_wrong: comm.scatter(
+        torch.zeros(2), torch.ones(3 - is_wrong, 2) if comm.rank == 1 else None, src=1
+    ),
+    "scatter of no rows": lambda comm, is_wrong: comm.scatter(
+        torch.zeros(2), None if is_wrong or comm.rank != 1 else torch.ones(3, 2), src=1
+    ),
+    "allgather of too few sizes": lambda comm, is_wrong: comm.allgather(
+        torch.ones(comm.rank + 1), sizes=[1, 2] if is_wrong else [1, 2, 3]
+    ),
+    "reduce_scatter of other sizes": lambda comm, is_wrong: comm.reduce_scatter(
+        torch.ones(6), sizes=[1, 2, 4] if is_wrong else [1, 2, 3]
+    ),
+    "reduce_scatter of too few rows": lambda comm, is_wrong: comm.reduce_scatter(
+        torch.ones(3 - is_wrong, 2)
+    ),
+    "alltoall of too few rows": lambda comm, is_wrong: comm.alltoall(torch.ones(3 - is_wrong, 2)),
+}
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp", "gloo"])
+def test_the_other_ranks_need_not_wait_for_their_deadline(ranks, backend):
+    def rank(info):
+        with Coordinator(info) as coor, Communicator(coor, backend, timeout_s=60) as comm:
+            for name, call in WRONG_ON_RANK_1.items():
+                is_wrong = comm.rank == 1
+                error = ValueError if is_wrong else CommunicatorError
+                with pytest.raises(error, match="rank 1"):
+                    call(comm, is_wrong)
+                assert call(comm, False) is not None, name
+            return True
+
+    assert ranks(rank, 3) == [True] * 3
