@@ -15,7 +15,7 @@ from torch.distributed import AllreduceOptions, BarrierOptions
 
 from communicator.backends.tagged_p2p import TaggedP2PCommunicator, as_bytes
 from communicator.calls import call_check
-from communicator.calls.dtypes import OPS
+from communicator.calls.dtypes import OPS, keeps_nan
 from communicator.calls.failures import describe_late, describe_lost
 from communicator.errors import CommunicatorTimeout, DrumlineError, PeerLost
 from coordinator import Coordinator, CoordinatorError, torch_private
@@ -100,7 +100,7 @@ class Gloo(TaggedP2PCommunicator):
             self._gloo.broadcast(as_bytes(tensor), src).wait(self._timeout)
 
     def do_allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
-        if tensor.dtype not in REDUCED:
+        if tensor.dtype not in REDUCED or not keeps_nan(tensor.dtype, op):
             return super().do_allreduce(out, tensor, op)
         if out is not tensor:
             out.copy_(tensor)

@@ -3,7 +3,8 @@
 # mpiexec -n 4 python script.py
 comm = Communicator(Coordinator(), backend="mpi")
 
-What MPI cannot reduce (16-bit and 8-bit floats) is reduced here, in order of rank.
+What MPI cannot reduce (16-bit and 8-bit floats), and max and min of floats, in which it may lose a
+NaN, are reduced here, in order of rank.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from communicator import timings
 from communicator.backends.tagged_p2p import TaggedP2PCommunicator, as_bytes
 from communicator.base import Capabilities
-from communicator.calls.dtypes import OPS, dtype_info
+from communicator.calls.dtypes import OPS, dtype_info, keeps_nan
 from communicator.calls.failures import describe_late, describe_lost
 from communicator.errors import CommunicatorTimeout, PeerLost, Unsupported
 from coordinator import Coordinator
@@ -85,7 +86,7 @@ class Mpi(TaggedP2PCommunicator):
         self.wait_for("alltoall", self._comm.Ialltoall(self._bytes(tensor), self._bytes(out)))
 
     def do_allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
-        if not _is_reduced(tensor):
+        if not _is_reduced(tensor, op):
             return super().do_allreduce(out, tensor, op)
         if out is not tensor:
             out.copy_(tensor)
@@ -94,7 +95,7 @@ class Mpi(TaggedP2PCommunicator):
         self._average(out, op)
 
     def do_reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: str) -> None:
-        if not _is_reduced(tensor):
+        if not _is_reduced(tensor, op):
             return super().do_reduce(out, tensor, dst, op)
         if out is None:
             numbers = self._numbers(tensor)
@@ -107,7 +108,7 @@ class Mpi(TaggedP2PCommunicator):
         self._average(out, op)
 
     def do_reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
-        if not _is_reduced(tensor):
+        if not _is_reduced(tensor, op):
             return super().do_reduce_scatter(out, tensor, op)
         rows, row = self._numbers(_apart(tensor, out)), self._numbers(out)
         start = self._comm.Ireduce_scatter_block
@@ -159,9 +160,10 @@ class Mpi(TaggedP2PCommunicator):
         raise PeerLost(message, lost) if lost else CommunicatorTimeout(message)
 
 
-def _is_reduced(tensor: torch.Tensor) -> bool:
+def _is_reduced(tensor: torch.Tensor, op: str) -> bool:
     """True if MPI reduces it. A bool is sent as a byte: max is "any", min and prod are "all"."""
-    return dtype_info(tensor.dtype).mpi is not None or tensor.dtype == torch.bool
+    is_known = dtype_info(tensor.dtype).mpi is not None or tensor.dtype == torch.bool
+    return is_known and keeps_nan(tensor.dtype, op)
 
 
 def _apart(tensor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -97,6 +97,11 @@ SMALL_FLOATS = {
 """Dtypes whose sums are taken in float32: of many terms they would lose their last bits."""
 
 
+def keeps_nan(dtype: torch.dtype, op: str) -> bool:
+    """Whether any library's reduction tells of every NaN; the max or min of some loses them."""
+    return op not in ("max", "min") or not dtype.is_floating_point
+
+
 def dtype_info(dtype: torch.dtype) -> DtypeInfo:
     """The row of DTYPES for dtype; without any name elsewhere if there is none."""
     return _BY_TORCH_DTYPE.get(dtype, DtypeInfo(dtype, is_reduced=False))
