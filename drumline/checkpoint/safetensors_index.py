@@ -264,10 +264,13 @@ class TensorReader:
         while self._open:
             os.close(self._open.popitem()[1])
         if changed and kind is None:
-            raise CheckpointError(
-                f"{self._path_of(changed[0])} changed while it was read, so the model would be a "
-                "mixture; load it again once nobody writes to it."
-            )
+            raise self._changed(changed[0])
+
+    def _changed(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._path_of(name)} changed while it was read, so the model would be a mixture; "
+            "load it again once nobody writes to it."
+        )
 
     def read(self, stored: StoredTensor, region: Region, out: torch.Tensor) -> None:
         """Fill `out` (contiguous, on the CPU, of the stored dtype) with a box of the tensor."""
@@ -310,6 +313,8 @@ class TensorReader:
         """The whole file, if it is on a local file system."""
         if stored.file not in self._maps:
             fd, memory = self._file(stored), None
+            if file_state(fd) != self._written[stored.file]:  # perhaps shorter than its tensors
+                raise self._changed(stored.file)
             if linux.file_system(os.fstat(fd).st_dev)[0] in LOCAL_FILE_SYSTEMS:
                 with contextlib.suppress(OSError, ValueError):  # the reader names the cause
                     memory = mmap.mmap(fd, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)

@@ -253,6 +253,21 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_named(file):
 
 
 @pytest.mark.parametrize("is_open", [False, True])
+def test_a_file_that_is_cut_off_before_it_is_mapped_is_named(file, is_open):
+    """The error was torch's, of a buffer that is too small, without the name of the file."""
+    stored = read_index(file.parent)["first"]
+    box, out = Region((0, 0), (3, 4)), torch.empty(3, 4)
+    with (
+        pytest.raises(CheckpointError, match=r"model\.safetensors changed while it was read"),
+        TensorReader(file.parent) as reader,
+    ):
+        if is_open:
+            reader.read(stored, box, out)
+        os.truncate(file, stored.offset + 8)
+        reader.map(stored, box)
+
+
+@pytest.mark.parametrize("is_open", [False, True])
 @pytest.mark.parametrize("how", ["written to", "replaced"])
 def test_a_file_that_another_one_takes_the_place_of_while_it_is_read_is_named(file, how, is_open):
     """Parts of both, of the same shapes, were put together without a word."""
