@@ -282,4 +282,4 @@ lock:
 
 .PHONY: clean
 clean:
-	rm -rf .venv .venv.lock .venv-newest .venv-newest.lock .venv-lowest .venv-rehearsal .gpu build dist demo site *.egg-info coordinator/*.so communicator/*.so communicator/backends/*.so communicator/backends/nccl/*.so
+	rm -rf .venv .venv.lock .venv-newest .venv-newest.lock .venv-lowest .venv-rehearsal .gpu build dist demo site *.egg-info launcher/*.so coordinator/*.so communicator/*.so communicator/backends/*.so communicator/backends/nccl/*.so
