@@ -97,6 +97,37 @@ def test_a_sequence_survives_its_ranks_until_no_restart_is_left(serve):
     assert not any(launcher.linux.process_stat(pid) for pids in starts for pid in pids)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_sequence_survives_processes_that_are_lost_while_ranks_start_again(monkeypatch, number):
+    """From the fork of the first new process on, until the ranks are ready and later."""
+    quick = ModelTimings(suspended_s=0.5, ranks_end_s=1)
+    monkeypatch.setattr(timings, "TIMINGS", quick)
+    scheduler, infos = RemoteScheduler(LIMITS, print), queue.SimpleQueue()
+    children = set(launcher.linux.descendants(os.getpid()))
+    ranks = RestartingRanks(scheduler, job(count, 2), 99, infos.put)
+    with closing(ranks):
+        rank_0 = infos.get(timeout=60)["pid"]
+        item, posted, _ = sequence(90)
+        scheduler.submit([item])
+        wait_for(posted, 2)
+        for delay_s in (0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3):
+            before = set(launcher.linux.descendants(os.getpid()))
+            os.kill(rank_0, signal.SIGKILL)
+            while not (new := sorted(set(launcher.linux.descendants(os.getpid())) - before)):
+                time.sleep(0.001)
+            time.sleep(delay_s)
+            launcher.linux.send_signal(new[-1], number)
+            while launcher.linux.process_stat(new[-1]) or scheduler.is_restarting:
+                time.sleep(0.01)
+            while not infos.empty():
+                rank_0 = infos.get()["pid"]
+            wait_for(posted, 2)
+        assert scheduler.num_restarts >= 7
+        assert item.new_tokens == list(range(len(item.new_tokens)))
+    assert set(launcher.linux.descendants(os.getpid())) <= children
+
+
 def test_fewer_ranks_go_on_where_not_all_come_up_until_they_are_too_few(tmp_path):
     """A device is gone, comes back, and is gone again when one rank has become too few."""
     losses, pids, is_ready = [], [], threading.Semaphore(0)
