@@ -19,6 +19,7 @@ from typing import Any
 
 import launcher
 from coordinator import Coordinator, CoordinatorError, FailureReason, torch_private
+from drumline.core.group_monitor import monitored_loading
 from drumline.errors import PeerLost, PlanError, WorkerExit
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import Memory
@@ -95,7 +96,8 @@ class Replanner:
 
     def _options_now(self) -> LoadOptions:
         """The options with the memory of the ranks that are left. Collective."""
-        first_ranks = self.coor.allgather_object(self._first_rank)
+        with monitored_loading(self.coor, lambda rank: ""):
+            first_ranks = self.coor.allgather_object(self._first_rank)
         return replace(self._options, max_memory=memory_of(self._options.max_memory, first_ranks))
 
     def _adopted(self, model: Any) -> Any:

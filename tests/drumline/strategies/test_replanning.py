@@ -14,6 +14,7 @@ from drumline.errors import PlanError
 from drumline.strategies.replanning import memory_of
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "outlive_a_rank.py"
+LOSE_AGAIN = PROGRAM.with_name("lose_while_replanning.py")
 PROMPT = torch.tensor([[5, 6, 7, 8]])
 
 
@@ -35,6 +36,33 @@ def test_the_ranks_that_are_left_give_the_tokens_of_one_process(checkpoints, sta
     assert again == last == expected
     assert old_cache.startswith("DrumlineError") and "empty" in old_cache
     assert processes[1].wait(60) == 0 and processes[2].wait(60) == -signal.SIGKILL
+
+
+def is_lost_while_replanning(checkpoints, start, moment, number):
+    """The tokens are those of one process after a rank was lost, and one more in the next load."""
+    plain, path = checkpoints.llama()
+    options = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
+    expected = plain.generate(PROMPT, **options).tolist()
+    processes = start(LOSE_AGAIN, 4, path, moment, int(number))
+    lost, *later = reports(processes)
+    assert lost.startswith("PeerLost: rank 0 lost ") and "repeat this one" in lost
+    assert later == [expected, expected]
+    ends = [process.wait(60) for process in processes]
+    assert ends == [0, 0, -signal.SIGKILL, -signal.SIGKILL]
+
+
+def test_a_rank_that_is_suspended_before_the_new_plan_is_done_without(checkpoints, start):
+    """Nobody looked for it there, so that the call ended with a time-out."""
+    is_lost_while_replanning(checkpoints, start, "plan", signal.SIGSTOP)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("moment", ["meet", "plan", "build", "read", "connect"])
+def test_a_rank_that_is_lost_while_the_others_load_again_is_done_without(
+    checkpoints, start, moment, number
+):
+    is_lost_while_replanning(checkpoints, start, moment, number)
 
 
 def test_ranks_that_cannot_hold_the_model_say_so_in_every_call(checkpoints, start):
