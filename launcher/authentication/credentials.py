@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
 import struct
 from dataclasses import dataclass, field
 
@@ -34,6 +33,8 @@ class Credentials:
         end: b"client" or b"server", so that no MAC can be sent back. message: all that this end
         sends but the MAC itself, and of the client's words their MAC.
         """
+        import hmac  # a launch of one machine needs none of it, and starts without
+
         return hmac.digest(self.secret, end + self._context() + message + nonces, "sha256")
 
     def connection_keys(self, shared: bytes, nonces: bytes) -> tuple[bytes, bytes]:
@@ -41,6 +42,8 @@ class Credentials:
 
         shared: what only the two ends of this connection know. nonces: the client's, the server's.
         """
+        import hmac
+
         extracted = hmac.digest(self.secret, shared, "sha256")
         info = KEYS + self._context() + nonces
         of_client = hmac.digest(extracted, info + b"\1", "sha256")

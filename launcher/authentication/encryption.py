@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import secrets
 import socket
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -110,7 +109,7 @@ class KeyExchange:
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
-        self.nonce = self._private_key = secrets.token_bytes(NONCE_NBYTES)
+        self.nonce = self._private_key = os.urandom(NONCE_NBYTES)
         if credentials.encrypts:
             from launcher._encryption import public_key
 

@@ -8,14 +8,11 @@ assert LaunchToken.parse(str(token).lower()) == token
 from __future__ import annotations
 
 import hashlib
-import hmac
 import os
-import secrets
 import stat
 import sys
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
-from getpass import getpass
 
 from launcher.authentication.credentials import Credentials
 from launcher.launch_info import ENV_PREFIX
@@ -48,6 +45,8 @@ class LaunchToken:
 
     @classmethod
     def draw(cls) -> LaunchToken:
+        import secrets  # as hmac: not for a launch of one machine
+
         drawn = "".join(secrets.choice(ALPHABET) for _ in range(NUM_DRAWN))
         characters = drawn + _check_characters(drawn)
         groups = [characters[at : at + GROUP] for at in range(0, len(characters), GROUP)]
@@ -87,6 +86,8 @@ class LaunchToken:
 
     def credentials(self) -> Credentials:
         """The credentials of nodes, which prove them to each other before any rank starts."""
+        import hmac
+
         secret = hmac.digest(self.key, b"drumline, nodes of a launch", "sha256")
         return Credentials(secret, "over several nodes", 1, encrypts=self.is_secret)
 
@@ -163,6 +164,8 @@ def of_node(
         print(_invitation(token, join_command), file=sys.stderr, flush=True)
         return token
     if not is_first and sys.stdin is not None and sys.stdin.isatty():
+        from getpass import getpass
+
         return LaunchToken.parse(getpass("token of the launch (as the first machine printed it): "))
     raise ValueError(
         "a launch over several machines needs a token, or whoever reaches its port could become a "
