@@ -496,7 +496,7 @@ class Communicator(CollectivesFromP2P):
         self._check_same_call(call_check.DECLINED, details=why)
 
     def _or_decline(self, check: Callable[[], Checked]) -> Checked:
-        """What check() returns. A mistake that it finds is raised on the other ranks, too.
+        """Return check(); a mistake that it finds is raised on the other ranks, too.
 
         For calls with a part for each rank, in which ranks are easily of two minds.
         """

@@ -197,7 +197,7 @@ def declares_parts(module: nn.Module) -> bool:
 
 
 def forward_hooks(module: nn.Module) -> list[Any]:
-    """What is called before and after the forward of this module."""
+    """The functions that are called before and after the forward of this module."""
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 

@@ -98,7 +98,7 @@ SMALL_FLOATS = {
 
 
 def keeps_nan(dtype: torch.dtype, op: str) -> bool:
-    """Whether any library's reduction tells of every NaN; the max or min of some loses them."""
+    """True if every library's reduction keeps a NaN; the max or min of some loses it."""
     return op not in ("max", "min") or not dtype.is_floating_point
 
 

@@ -48,7 +48,7 @@ def _declining(method: Method) -> Method:
 
 
 class GroupCollectives(ProcessGroup):  # type: ignore[misc]
-    """What a process group needs for its collectives; DrumlineProcessGroup is the rest of it.
+    """The collectives of a process group; DrumlineProcessGroup is the rest of it.
 
     torch gives lists of tensors, one for each device of the caller, and options; or one tensor, and
     what the options would hold. The deadline is the group's in any case. A mistake that this rank
@@ -122,7 +122,7 @@ class GroupCollectives(ProcessGroup):  # type: ignore[misc]
         if len(outs) != self.size():
             raise place.error(f"got {len(outs)} lists of outputs for {self.size()} ranks.")
         for rows in outs:
-            list_arguments.check_alike_lists(place, rows, tensors)
+            list_arguments.check_coalesced_lists(place, rows, tensors)
         calls = [(list(rows), tensor) for *rows, tensor in zip(*outs, tensors, strict=True)]
         written = [out for rows, _ in calls for out in rows]
         return self._run(place, list_collectives.allgather, calls, written, opts)
@@ -303,12 +303,12 @@ def _first_tensor(call: tuple[Any, ...]) -> torch.Tensor:
 
 
 def _device_type(arguments: Any, default: str) -> str:
-    """Where the first tensor in these lists is, of devices that a communicator may have."""
+    """The device of the first tensor in these lists that is where a communicator may be."""
     for item in arguments if isinstance(arguments, (list, tuple)) else [arguments]:
         if isinstance(item, torch.Tensor) and item.device.type in DEVICE_TYPES:
             return item.device.type
-        if isinstance(item, (list, tuple)) and (found := _device_type(item, "")):
-            return found
+        if isinstance(item, (list, tuple)) and (nested := _device_type(item, "")):
+            return nested
     return default
 
 

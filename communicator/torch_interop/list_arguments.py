@@ -54,7 +54,7 @@ def equal_lengths(place: Place, **lists: Sequence[Any]) -> None:
         raise place.error(f"got {counts}. Give one of each for every tensor, and at least one.")
 
 
-def check_alike_lists(place: Place, outs: Tensors, tensors: Tensors) -> None:
+def check_coalesced_lists(place: Place, outs: Tensors, tensors: Tensors) -> None:
     """Raise ValueError unless the lists are of one length, with the same shapes."""
     equal_lengths(place, inputs=tensors, outputs=outs)
     for index, (out, tensor) in enumerate(zip(outs, tensors, strict=True)):
@@ -72,7 +72,7 @@ def _check_reduced(place: Place, tensor: torch.Tensor, op: Any) -> None:
 
 
 def _check_coalesced(place: Place, tensors: Tensors, op: Any) -> None:
-    _check_alike(place, "tensor", tensors, tensors[0])
+    _check_same_kind(place, "tensor", tensors, tensors[0])
 
 
 def _check_broadcast(place: Place, tensor: torch.Tensor, src: int) -> None:
@@ -115,14 +115,14 @@ def _check_list_of_root(
 
 
 def _check_allgather_flat(place: Place, out: torch.Tensor, tensor: torch.Tensor) -> None:
-    _check_alike(place, "output", [out], tensor)
+    _check_same_kind(place, "output", [out], tensor)
     _check_rows(place, "output", out, "input", tensor)
 
 
 def _check_reduce_scatter_flat(
     place: Place, out: torch.Tensor, tensor: torch.Tensor, op: Any
 ) -> None:
-    _check_alike(place, "input", [tensor], out)
+    _check_same_kind(place, "input", [tensor], out)
     _check_rows(place, "input", tensor, "output", out)
 
 
@@ -152,7 +152,7 @@ def _check_alltoall_flat(
     out_sizes: Sequence[int],
     sizes: Sequence[int],
 ) -> None:
-    _check_alike(place, "output", [out], tensor)
+    _check_same_kind(place, "output", [out], tensor)
     _check_split(place, "output", out, out_sizes)
     _check_split(place, "input", tensor, sizes)
     own_out, own = (
@@ -186,10 +186,10 @@ def _check_list(place: Place, name: str, tensors: Tensors, like: torch.Tensor | 
         raise place.error(
             f"got {len(tensors)} {name}, and needs {place.world_size}, one for each rank."
         )
-    _check_alike(place, name[:-1], tensors, like)
+    _check_same_kind(place, name[:-1], tensors, like)
 
 
-def _check_alike(place: Place, name: str, tensors: Tensors, like: torch.Tensor) -> None:
+def _check_same_kind(place: Place, name: str, tensors: Tensors, like: torch.Tensor) -> None:
     expected = (like.dtype, like.device, like.layout)
     for index, tensor in enumerate(tensors):
         actual = (tensor.dtype, tensor.device, tensor.layout)

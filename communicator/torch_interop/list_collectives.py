@@ -305,12 +305,12 @@ def _op_name(comm: Communicator, op: Any, dtype: torch.dtype) -> str:
 
 
 def _flat_numel(tensor: torch.Tensor) -> int:
-    """How many elements _as_flat_input gives."""
+    """The number of elements that _as_flat_input gives."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
 def _dtype_number(tensor: torch.Tensor) -> int:
-    """The same on all ranks."""
+    """The number of a dtype, the same on all ranks."""
     return [info.torch for info in DTYPES].index(tensor.dtype)
 
 
