@@ -22,6 +22,7 @@ help:
 	@echo "make demo        train a small model on $(RANKS) ranks, then generate with it split over them"
 	@echo "make test        run the tests (TESTS=tests/launcher for some of them)"
 	@echo "make test-lowest run some of the tests with the lowest versions that are promised"
+	@echo "make test-newest run what touches torch and transformers with the newest that pyproject.toml allows"
 	@echo "make soak        run the tests that take long (many ranks, many random faults)"
 	@echo "make sanitize    build the native parts with sanitizers, and run the tests that exercise them"
 	@echo "make lint        check format, style and types"
@@ -34,6 +35,8 @@ help:
 	@echo "make bench       measure every layer beside its peers into build/benchmarks (STEPS=startup; RENEW=1: the committed tables)"
 	@echo "make docs        build the documentation into site/"
 	@echo "make release     build and check the sdist and the wheel into dist/, with SBOM and checksums"
+	@echo "make versions    run what touches torch and transformers with each version of them (docs/versions.md)"
+	@echo "make canary      the same with previews, and what they changed of the names that drumline takes"
 	@echo "make lock        renew constraints.txt, with hashes of all that is installed (UPGRADE=--upgrade: the newest)"
 	@echo "make clean       remove what the others made"
 
@@ -69,6 +72,15 @@ test-lowest: export OMP_WAIT_POLICY := passive
 test-lowest: $(VENV)/ready .venv-lowest/ready
 	@echo "== running the tests of the lowest versions"
 	@.venv-lowest/bin/python -m pytest $(TEST_OPTIONS) $(LOWEST_TESTS)
+
+CONTACT_TESTS ?= @tests/versions/contact_tests.txt tests/drumline/test_uses.py
+.PHONY: test-newest
+test-newest: export OMP_WAIT_POLICY := passive
+test-newest: $(VENV)/ready build/versions/newest/ready
+	@echo "== running the contact tests with the newest versions"
+	@build/versions/newest/bin/python -W error::RuntimeWarning -c \
+	  "from communicator.torch_interop import native_backend; native_backend.load()"
+	@build/versions/newest/bin/python -m tests.programs.side_by_side $(SIDE_BY_SIDE) -q $(TEST_OPTIONS) $(CONTACT_TESTS)
 
 .PHONY: soak
 soak: $(VENV)/ready
@@ -275,10 +287,31 @@ release:
 	  "import accelerate, argcomplete, gguf, matplotlib, drumline.serving.app"
 	@cd dist && sha256sum * > SHA256SUMS && cat SHA256SUMS
 
+# In environments of their own; hours. A row of the table in docs/versions.md: ROWS=torch-2.15.0.
+.PHONY: versions
+versions: export OMP_WAIT_POLICY := passive
+versions: $(VENV)/ready uv
+	@$(BIN)/python -m tests.versions.matrix $(ROWS)
+
+# Before a release of theirs: what it changed of the names that drumline takes, and whether tests pass.
+# RECORD=1 writes down what the names are in .venv, once the changes were read.
+.PHONY: canary
+canary: export OMP_WAIT_POLICY := passive
+canary: $(VENV)/ready uv
+	@$(BIN)/python -m tests.versions.canary $(if $(RECORD),--record)
+
 # Needs PyPI; UPGRADE=--upgrade takes the newest versions of all that constraints.in does not name.
-.PHONY: lock
-lock:
+# Needs PyPI; UPGRADE=--upgrade takes the newest versions of all that constraints.in does not name.
+.PHONY: lock uv
+lock: uv
 	@UPGRADE=$(UPGRADE) .ci/lock
+uv: build/tools/bin/uv
+build/tools/bin/uv:
+	@$(PYTHON) -m venv build/tools && build/tools/bin/python -m pip install --quiet uv
+
+build/versions/newest/ready: pyproject.toml tests/versions/environments.py | build/tools/bin/uv
+	@echo "== setting up build/versions/newest: the newest versions that pyproject.toml allows"
+	@$(PYTHON) -m tests.versions.environments build/versions/newest
 
 .PHONY: clean
 clean:

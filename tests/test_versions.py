@@ -1,0 +1,88 @@
+"""What `make versions` and `make canary` say of versions, without installing any."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.versions import canary, environments, matrix
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_contact_tests_are_there():
+    lines = (ROOT / matrix.CONTACT_TESTS).read_text().splitlines()
+    assert lines and all((ROOT / line.partition("::")[0]).exists() for line in lines)
+    assert (ROOT / matrix.USES).exists()
+
+
+@pytest.fixture
+def pages(tmp_path, monkeypatch):
+    page = tmp_path / "versions.md"
+    page.write_text(f"Before.\n\n{matrix.MARKS[0]}\n{matrix.MARKS[1]}\n\nAfter.\n")
+    monkeypatch.setattr(matrix, "PAGE", page)
+    return page
+
+
+def test_a_row_that_ran_is_written_in_order_beside_those_that_did_not(pages):
+    first, second = matrix.ROWS[0].name, matrix.ROWS[1].name
+    matrix.write({second: [second, "3.11.7", "2.12.1"]})
+    matrix.write({first: [first, "3.11.7", "2.11.0"]})
+    matrix.write({second: [second, "3.11.9", "2.12.1"]})
+    lines = pages.read_text().splitlines()
+    assert [line for line in lines if line.startswith(("| torch", "Before", "After"))] == [
+        "Before.",
+        f"| {first} | 3.11.7 | 2.11.0 |",
+        f"| {second} | 3.11.9 | 2.12.1 |",
+        "After.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("torch", "failed", "holds"),
+    [("2.15.0", 0, True), ("2.14.1", 0, False), ("2.15.0", 1, False)],
+)
+def test_a_row_fails_with_a_test_and_with_a_version_that_it_did_not_ask_for(
+    monkeypatch, torch, failed, holds
+):
+    """pip was capped by a machine's constraint, and a row said 2.15 of what had run with 2.14."""
+    row = matrix.Row("torch-2.15.0", {"torch": "2.15.0", "transformers": "5.24.0"}, "3.11")
+    versions = {"Python": "3.11.7", "torch": torch, "transformers": "5.24.0"}
+    monkeypatch.setattr(environments, "build", lambda *args: Path("python"))
+    monkeypatch.setattr(matrix, "compile_backend", lambda python: None)
+    monkeypatch.setattr(matrix, "installed", lambda python, *names: versions)
+    monkeypatch.setattr(matrix, "counts", lambda *args: matrix.Counts(9, failed, not failed))
+    cells, found = matrix.run(row)
+    assert found is holds and cells[:4] == ["torch-2.15.0", *versions.values()]
+    assert ("**1 failed**" in cells[4]) == bool(failed)
+
+
+def test_a_name_that_changed_is_told_with_its_place():
+    read = {
+        "names": {
+            "lib.Cache": {"methods": {"update": "(self, keys)", "crop": "(self)"}, "source": "a"},
+            "lib.same": {"signature": "()", "source": "a"},
+            "lib.body": {"signature": "()", "source": "a"},
+            "lib.gone": {"signature": "()", "source": "a"},
+        },
+        "options of generate()": ["do_sample", "old"],
+    }
+    now = {
+        "names": {
+            "lib.Cache": {"methods": {"update": "(self, states)", "crop": "(self)"}, "source": "b"},
+            "lib.same": {"signature": "()", "source": "a"},
+            "lib.body": {"signature": "()", "source": "b"},
+            "lib.gone": {"gone": True},
+            "lib.new": {"signature": "()", "source": "a"},
+        },
+        "options of generate()": ["do_sample", "new"],
+    }
+    for line, name in enumerate(now["names"], 1):
+        now["names"][name]["place"] = f"contact.py:{line}"
+    assert list(canary.changes(read, now)) == [
+        "contact.py:1: lib.Cache.update: (self, keys) -> (self, states)",
+        "contact.py:3: lib.body: other code, same signatures",
+        "contact.py:4: lib.gone is gone",
+        "contact.py:5: lib.new was never recorded",
+        "drumline/contact/generate_options.py: the option new of generate() is new",
+        "drumline/contact/generate_options.py: the option old of generate() is gone",
+    ]

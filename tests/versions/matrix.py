@@ -1,0 +1,145 @@
+"""Each promised version of what drumline stands on: what touches it is run, and a table written.
+
+    python -m tests.versions.matrix [ROW...]    (`make versions`)
+
+A row fails if one of its tests does, if a use of tests/drumline/test_uses.py is slow, or if what
+was installed is not what it asks for. Rows that are not run stay in the table as they were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.versions import environments
+
+ROOT = environments.ROOT
+PAGE = ROOT / "docs" / "versions.md"
+FOLDER = ROOT / "build" / "versions"
+USES = "tests/drumline/test_uses.py"
+CONTACT_TESTS = "tests/versions/contact_tests.txt"
+MARKS = "<!-- versions: written by `make versions` -->", "<!-- versions end -->"
+HEADER = "| asked for | Python | torch | transformers | contact tests | uses | on |\n" + "|---" * 7
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is asked for; the newest that pyproject.toml allows of all that is not."""
+
+    name: str
+    versions: dict[str, str]
+    python: str = HERE
+
+    def requirements(self) -> list[str]:
+        return [f"{name}=={version}" for name, version in self.versions.items()]
+
+
+TORCH, TRANSFORMERS = "2.13.0", "5.24.0"
+ROWS = [
+    *(
+        Row(f"torch-{version}", {"torch": version, "transformers": TRANSFORMERS})
+        for version in ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+    ),
+    *(
+        Row(f"transformers-{version}", {"torch": TORCH, "transformers": version})
+        for version in ("5.21.0", "5.22.2", "5.23.0", "5.24.0")
+    ),
+    *(
+        Row(f"python-{version}", {"torch": TORCH, "transformers": TRANSFORMERS}, version)
+        for version in ("3.11", "3.12", "3.13")
+    ),
+]
+
+
+def run(row: Row) -> tuple[list[str], bool]:
+    """The row's cells, and whether all of it holds."""
+    python = environments.build(FOLDER / row.name, row.python, row.requirements())
+    versions = installed(python, *row.versions)
+    wanted = {"Python": row.python, **row.versions}
+    right = all(f"{versions[name]}.".startswith(f"{wanted[name]}.") for name in wanted)
+    compile_backend(python)
+    tests = counts(python, f"@{CONTACT_TESTS}")
+    uses = counts(python, USES)
+    day = datetime.date.today().isoformat()
+    cells = [row.name, *versions.values(), tests.text(), uses.text(), day]
+    return cells, right and tests.hold and uses.hold
+
+
+def compile_backend(python: Path) -> None:
+    """The torch backend, with the product's flags: the first test would do it in its time limit."""
+    load = "from communicator.torch_interop import native_backend; native_backend.load()"
+    environments.run(python, "-W", "error::RuntimeWarning", "-c", load)
+
+
+def installed(python: Path, *names: str) -> dict[str, str]:
+    ask = (
+        "import platform, sys\nfrom importlib.metadata import version\n"
+        "print(platform.python_version(), *map(version, sys.argv[1:]))"
+    )
+    found = environments.run(python, "-c", ask, *names).split()
+    return dict(zip(("Python", *names), found, strict=True))
+
+
+@dataclass(frozen=True)
+class Counts:
+    passed: int
+    failed: int
+    hold: bool
+
+    def text(self) -> str:
+        return f"{self.passed} passed" + (f", **{self.failed} failed**" if self.failed else "")
+
+
+def counts(python: Path, *tests: str) -> Counts:
+    """Run tests in two processes side by side; their output passes by."""
+    command = [python, "-m", "tests.programs.side_by_side", "2", "-q", *tests]
+    with subprocess.Popen(
+        list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    text = "".join(lines)
+    passed, failed = (
+        sum(map(int, re.findall(rf"(\d+) {kind}", text))) for kind in ("passed", "(?:failed|error)")
+    )
+    return Counts(passed, failed, process.returncode == 0 and passed > 0 and not failed)
+
+
+def write(rows: dict[str, list[str]]) -> None:
+    """Put the rows into the page's table, in the order of ROWS."""
+    before, _, rest = PAGE.read_text().partition(MARKS[0])
+    table, _, after = rest.partition(MARKS[1])
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    kept = {row[0]: row for row in cells if row} | rows
+    lines = [f"| {' | '.join(kept[row.name])} |" for row in ROWS if row.name in kept]
+    PAGE.write_text("\n".join([before + MARKS[0], HEADER + "|", *lines, MARKS[1] + after]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="such as torch-2.15.0; all")
+    names = parser.parse_args().rows or [row.name for row in ROWS]
+    broken = []
+    for row in ROWS:
+        if row.name in names:
+            print(f"== {row.name}", flush=True)
+            cells, holds = run(row)
+            write({row.name: cells})
+            broken += [] if holds else [row.name]
+            print(f"== {' | '.join(cells)}", flush=True)
+    if broken:
+        print(f"These do not hold: {', '.join(broken)}.", file=sys.stderr)
+    return bool(broken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
