@@ -23,7 +23,8 @@ FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob(
 WITHOUT_MODELS = ("__init__", "errors", "model_packages", "timings", "torch_autoload")
 MODULES_OF_EXTRAS = {
     "serve": {
-        f"drumline/serving/{name}.py" for name in ("app", "connection", "metrics", "protocol")
+        "drumline/contact/uvicorn_api.py",
+        *(f"drumline/serving/{name}.py" for name in ("app", "connection", "metrics", "protocol")),
     },
     "models": {
         name

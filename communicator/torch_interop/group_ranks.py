@@ -92,7 +92,9 @@ def _communicator_errors() -> Iterator[None]:
     try:
         yield
     except CoordinatorTimeout as error:
-        raise CommunicatorTimeout(str(error)) from error
+        raise CommunicatorTimeout(
+            f"{error} If they do, give them a longer timeout in init_process_group(timeout=...)."
+        ) from error
     except PeerLost:
         raise
     except CoordinatorError as error:
