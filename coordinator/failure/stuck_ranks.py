@@ -79,7 +79,9 @@ def from_frames(
 
 def is_waiting(frames: Sequence[traceback.FrameSummary], call: str) -> bool:
     """True for a rank in a call for others. frames: of its stack; call: as from_frames names it."""
-    innermost = frames[0].filename if frames else ""
+    files = (frame.filename for frame in frames)
+    # A Coordinator waits at a connection, which is the launcher's.
+    innermost = next((name for name in files if not name.startswith(OURS[0])), "")
     return bool(call) or innermost.startswith(OURS[1:3]) or TORCH in innermost
 
 
