@@ -207,8 +207,8 @@ class Hierarchical(Communicator):
             self._write_result(out, total, op)
 
     def do_reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
-        result = _as_real(out).view(-1)
-        rows = _as_real(tensor).view(self.world_size, result.numel())
+        result = out.view(-1)
+        rows = tensor.view(self.world_size, result.numel())
         works = []
         with self._failing_together("reduce_scatter"):
             for begin, end in _segments(result.numel(), rows.nbytes // max(result.numel(), 1)):
@@ -343,9 +343,8 @@ class Hierarchical(Communicator):
             self._network.finish_group(pending)
 
     def _write_result(self, out: torch.Tensor, total: torch.Tensor, op: str) -> None:
-        result = torch.view_as_complex(total) if out.is_complex() else total
-        if result is not out or op == "avg":
-            out.copy_(result / self.world_size if op == "avg" else result)
+        if total is not out or op == "avg":
+            out.copy_(total / self.world_size if op == "avg" else total)
 
     @contextmanager
     def _failing_together(self, call: str, is_collective: bool = True) -> Iterator[None]:
@@ -489,17 +488,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as pairs, which all backends add."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
 def _accumulator(tensor: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
-    """A copy to reduce into, complex numbers as pairs.
-
-    room: for the copy, if it has the tensor's dtype; may be the tensor.
-    """
-    if tensor.is_complex():
-        return _as_real(tensor).clone()
+    """A copy to reduce into. room: for it, if it has the tensor's dtype; may be the tensor."""
     is_small = tensor.dtype in SMALL_FLOATS
     return accumulator(tensor) if room is None or is_small else room.copy_(tensor)

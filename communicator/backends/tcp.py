@@ -423,8 +423,7 @@ def _packed_rounds(step: Transfers, itemsize: int) -> Iterator[tuple[int, ...]]:
 
 
 def _numbers(dtype: torch.dtype, op: str) -> tuple[int, int]:
-    """The comm_dtype and comm_op of a reduction; complex numbers are added as pairs."""
-    real = dtype.to_real() if dtype.is_complex else dtype
-    number = dtype_info(real).number
+    """The comm_dtype and comm_op of a reduction."""
+    number = dtype_info(dtype).number
     assert number is not None, f"{dtype} is not reduced"
     return number, OPS[op].nccl

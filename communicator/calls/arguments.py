@@ -63,6 +63,11 @@ def _kind_problem(tensor: torch.Tensor, device_type: str) -> str:
             f"{tensor.dtype} means something only with its scale, which others do not have. Pass "
             "tensor.dequantize(), or tensor.int_repr() and the scale."
         )
+    if dtype_info(tensor.dtype).number is None:
+        return (
+            f"{tensor.dtype} is not a dtype that communicators know. To reduce, convert the "
+            "tensor; to move it, pass .view(torch.uint8)"
+        )
     return ""
 
 
@@ -145,6 +150,11 @@ def check_op(me: str, call: str, op: object, tensor: torch.Tensor) -> str:
             f"{me}, {call}: {dtype} can be moved but not reduced. Convert it first, to "
             "torch.float32 or torch.int64, say."
         )
+    if dtype.is_complex and name != "sum":
+        raise ValueError(
+            f"{me}, {call}: op={name!r} of {dtype} is not defined. Use op='sum', or reduce "
+            "torch.view_as_real(tensor)."
+        )
     if name == "avg" and not dtype.is_floating_point:
         raise ValueError(
             f"{me}, {call}: the average of {dtype} is no {dtype}. Use op='sum' and divide."
@@ -153,11 +163,6 @@ def check_op(me: str, call: str, op: object, tensor: torch.Tensor) -> str:
         raise ValueError(
             f"{me}, {call}: op={name!r} of {dtype} is not defined. Use 'max' for any, 'min' "
             "for all, or convert to an integer first."
-        )
-    if dtype.is_complex and name != "sum":
-        raise ValueError(
-            f"{me}, {call}: op={name!r} of {dtype} is not defined. Use op='sum', or reduce "
-            "torch.view_as_real(tensor)."
         )
     return name
 

@@ -47,7 +47,7 @@ class DtypeInfo:
 
     safetensors: its name in a checkpoint's header.
     dlpack: code and bits of DLDataType.
-    number: comm_dtype of communicator.h; below 12 also ncclDataType_t.
+    number: comm_dtype of communicator.h; below 12 also ncclDataType_t. What has none is not moved.
     mpi: MPI's name of what it reduces (MPI 4.1, section 6.9.2).
     is_reduced: whether torch on the CPU reduces it, and so every backend.
     """
@@ -76,16 +76,16 @@ DTYPES = (
     DtypeInfo(torch.int8, "I8", (0, 8), 0, "INT8_T"),
     DtypeInfo(torch.uint8, "U8", (1, 8), 1, "UINT8_T"),
     DtypeInfo(torch.bool, "BOOL", (6, 8), 100),
-    DtypeInfo(torch.complex64, "C64", (5, 64), mpi="C_FLOAT_COMPLEX"),
+    DtypeInfo(torch.complex64, "C64", (5, 64), 103, "C_FLOAT_COMPLEX"),
     DtypeInfo(torch.float8_e4m3fn, "F8_E4M3", (10, 8), 10),
     DtypeInfo(torch.float8_e5m2, "F8_E5M2", (12, 8), 11),
-    DtypeInfo(torch.complex128, None, (5, 128), mpi="C_DOUBLE_COMPLEX"),
+    DtypeInfo(torch.complex128, None, (5, 128), 104, "C_DOUBLE_COMPLEX"),
     DtypeInfo(torch.uint64, "U64", (1, 64), 5, is_reduced=False),
     DtypeInfo(torch.uint32, "U32", (1, 32), 3, is_reduced=False),
-    DtypeInfo(torch.uint16, "U16", (1, 16), is_reduced=False),
-    DtypeInfo(torch.float8_e4m3fnuz, "F8_E4M3FNUZ", (11, 8), is_reduced=False),
-    DtypeInfo(torch.float8_e5m2fnuz, "F8_E5M2FNUZ", (13, 8), is_reduced=False),
-    DtypeInfo(torch.float8_e8m0fnu, "F8_E8M0", (14, 8), is_reduced=False),
+    DtypeInfo(torch.uint16, "U16", (1, 16), 102, is_reduced=False),
+    DtypeInfo(torch.float8_e4m3fnuz, "F8_E4M3FNUZ", (11, 8), 105, is_reduced=False),
+    DtypeInfo(torch.float8_e5m2fnuz, "F8_E5M2FNUZ", (13, 8), 106, is_reduced=False),
+    DtypeInfo(torch.float8_e8m0fnu, "F8_E8M0", (14, 8), 107, is_reduced=False),
     DtypeInfo(torch.float4_e2m1fn_x2, "F4", (17, 4), is_reduced=False),
 )
 _BY_TORCH_DTYPE = {info.torch: info for info in DTYPES}

@@ -34,7 +34,7 @@ extern "C" {
 #endif
 
 #define COMM_ABI_MAJOR 1u
-#define COMM_ABI_MINOR 7u
+#define COMM_ABI_MINOR 8u
 #define COMM_UNIQUE_ID_MAX 4096u
 
 /* Results. 0 to 8 have the numbers of ncclResult_t. */
@@ -52,7 +52,9 @@ enum {
     COMM_UNSUPPORTED = 1000
 };
 
-/* Element types. 0 to 11 have the numbers of ncclDataType_t. COMM_BOOL is one byte, 0 or 1. */
+/* Element types. 0 to 11 have the numbers of ncclDataType_t. COMM_BOOL is one byte, 0 or 1. Those
+ * from 102 on are since abi_minor 8. Complex numbers are summed, in pairs, and nothing else; on the
+ * CPU unsigned integers of 16 bits and more, and 8-bit floats from 105 on, are only moved. */
 typedef int32_t comm_dtype;
 enum {
     COMM_INT8 = 0,
@@ -68,7 +70,13 @@ enum {
     COMM_FLOAT8_E4M3 = 10,
     COMM_FLOAT8_E5M2 = 11,
     COMM_BOOL = 100,
-    COMM_INT16 = 101
+    COMM_INT16 = 101,
+    COMM_UINT16 = 102,
+    COMM_COMPLEX64 = 103,
+    COMM_COMPLEX128 = 104,
+    COMM_FLOAT8_E4M3FNUZ = 105,
+    COMM_FLOAT8_E5M2FNUZ = 106,
+    COMM_FLOAT8_E8M0 = 107
 };
 
 /* Reductions. 0 to 4 have the numbers of ncclRedOp_t; premul_sum_create returns larger ones. */

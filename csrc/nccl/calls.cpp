@@ -20,11 +20,19 @@ uint64_t size_of(NcclDtype dtype) {
 
 bool is_float8(comm_dtype dtype) { return dtype == COMM_FLOAT8_E4M3 || dtype == COMM_FLOAT8_E5M2; }
 
+bool is_complex(comm_dtype dtype) { return dtype == COMM_COMPLEX64 || dtype == COMM_COMPLEX128; }
+
+// Complex numbers as pairs, whose sums are right.
+Payload pairs(comm_dtype dtype, uint64_t count) {
+    return {dtype == COMM_COMPLEX64 ? COMM_FLOAT32 : COMM_FLOAT64, 2 * count};
+}
+
 // What NCCL does not know is moved as bytes, and so are the 8-bit floats, for which some libraries
 // and GPUs lack kernels that copies do not need.
 Payload payload_of_move(comm_dtype dtype, uint64_t count) {
-    if (dtype == COMM_INT16) return {COMM_UINT8, 2 * count};
-    bool as_bytes = dtype == COMM_BOOL || is_float8(dtype);
+    if (dtype == COMM_INT16 || dtype == COMM_UINT16) return {COMM_UINT8, 2 * count};
+    if (is_complex(dtype)) return pairs(dtype, count);
+    bool as_bytes = dtype == COMM_BOOL || is_float8(dtype) || dtype >= COMM_FLOAT8_E4M3FNUZ;
     return {as_bytes ? NcclDtype{COMM_UINT8} : dtype, count};
 }
 
@@ -71,9 +79,16 @@ NcclOp op_of_one_rank(const NcclCommunicator& communicator, const std::string& s
 NcclOp resolve_op(const NcclCommunicator& communicator, Operation operation, comm_dtype dtype,
                   comm_op op) {
     std::string subject = std::string(name_of(operation)) + " of ";
-    if (dtype == COMM_INT16)
-        throw communicator.failure(
-            COMM_UNSUPPORTED, subject + "int16 does not exist in NCCL. Convert to int32 and back");
+    if (dtype == COMM_INT16 || dtype == COMM_UINT16)
+        throw communicator.failure(COMM_UNSUPPORTED,
+                                   subject + (dtype == COMM_INT16 ? "int16" : "uint16") +
+                                       " does not exist in NCCL. Convert to int32 and back");
+    if (dtype >= COMM_FLOAT8_E4M3FNUZ)
+        throw communicator.failure(COMM_UNSUPPORTED,
+                                   subject + "such 8-bit floats does not exist in NCCL. Convert");
+    if (is_complex(dtype) && op != COMM_SUM)
+        throw communicator.failure(COMM_UNSUPPORTED,
+                                   subject + "complex numbers is defined for sums alone");
     if (is_float8(dtype)) check_float8(communicator, subject);
     if (op > COMM_AVG) check_scaled_sum(communicator, subject, dtype, op);
     if (dtype == COMM_BOOL) op = op_of_bool(op);
@@ -138,6 +153,7 @@ void NcclCommunicator::reduction(Operation operation, uint64_t count, comm_dtype
                                  comm_stream stream, Run run) {
     NcclOp nccl_op = resolve_op(*this, operation, dtype, op);
     Payload payload{dtype == COMM_BOOL ? NcclDtype{COMM_UINT8} : dtype, count};
+    if (is_complex(dtype)) payload = pairs(dtype, count);
     enqueue(operation, nccl_op, payload, stream,
             [&](NcclStream chosen) { return run(payload, nccl_op, chosen); });
 }

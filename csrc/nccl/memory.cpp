@@ -56,9 +56,9 @@ void NcclCommunicator::mem_free(void* pointer) {
 }
 
 void NcclCommunicator::premul_sum_create(const void* scalar, comm_dtype dtype, comm_op* op) {
-    if (dtype == COMM_BOOL || dtype == COMM_INT16)
+    if (dtype >= COMM_BOOL)
         throw failure(COMM_UNSUPPORTED,
-                      "a scaled sum of bool or int16 does not exist in NCCL. Convert to int32");
+                      "a scaled sum of this dtype does not exist in NCCL. Convert it");
     locked("ncclRedOpCreatePreMulSum", [&] {
         NcclResult code = nccl.RedOpCreatePreMulSum(op, const_cast<void*>(scalar), dtype,
                                                     NCCL_SCALAR_ON_HOST, comm);

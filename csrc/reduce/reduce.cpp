@@ -226,6 +226,17 @@ Reduce find_bool_op(comm_op op, Instructions instructions) {
     return is_defined ? find_op<Native<uint8_t>>(op, instructions) : nullptr;
 }
 
+// The sum of complex numbers is that of their parts; nothing else is defined for them.
+template <class Part>
+Reduce find_complex_op(comm_op op, Instructions) {
+    if (op != COMM_SUM) return nullptr;
+    return [](void* out, const void* const* sources, int num_sources, size_t count, int divisor) {
+        reduce_plain<Native<Part>, Sum>(out, sources, num_sources, 2 * count, divisor);
+    };
+}
+
+Reduce find_nothing(comm_op, Instructions) { return nullptr; }
+
 struct DtypeInfo {
     comm_dtype number;
     const char* name;
@@ -244,10 +255,16 @@ const DtypeInfo dtypes[] = {
     {COMM_UINT8, "uint8", 1, find_op<Native<uint8_t>>},
     {COMM_INT16, "int16", 2, find_op<Native<int16_t>>},
     {COMM_INT32, "int32", 4, find_op<Native<int32_t>>},
-    {COMM_UINT32, "uint32", 4, find_op<Native<uint32_t>>},
+    {COMM_UINT32, "uint32", 4, find_nothing},
     {COMM_INT64, "int64", 8, find_op<Native<int64_t>>},
-    {COMM_UINT64, "uint64", 8, find_op<Native<uint64_t>>},
+    {COMM_UINT64, "uint64", 8, find_nothing},
     {COMM_BOOL, "bool", 1, find_bool_op},
+    {COMM_UINT16, "uint16", 2, find_nothing},
+    {COMM_COMPLEX64, "complex64", 8, find_complex_op<float>},
+    {COMM_COMPLEX128, "complex128", 16, find_complex_op<double>},
+    {COMM_FLOAT8_E4M3FNUZ, "float8_e4m3fnuz", 1, find_nothing},
+    {COMM_FLOAT8_E5M2FNUZ, "float8_e5m2fnuz", 1, find_nothing},
+    {COMM_FLOAT8_E8M0, "float8_e8m0fnu", 1, find_nothing},
 };
 
 const DtypeInfo* find_dtype(comm_dtype number) {

@@ -97,6 +97,9 @@ static int combine(void* total, const void* part, uint64_t count, comm_dtype dty
 
 static size_t size_of(comm_dtype dtype) {
     switch (dtype) {
+        case COMM_COMPLEX128:
+            return 16;
+        case COMM_COMPLEX64:
         case COMM_FLOAT64:
         case COMM_INT64:
         case COMM_UINT64:
@@ -108,6 +111,7 @@ static size_t size_of(comm_dtype dtype) {
         case COMM_FLOAT16:
         case COMM_BFLOAT16:
         case COMM_INT16:
+        case COMM_UINT16:
             return 2;
         default:
             return 1;

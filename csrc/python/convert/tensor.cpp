@@ -203,6 +203,12 @@ const DtypeRow dtype_rows[] = {
     {DL_BOOL, 8, COMM_BOOL},
     {DL_FLOAT8_E4M3FN, 8, COMM_FLOAT8_E4M3},
     {DL_FLOAT8_E5M2, 8, COMM_FLOAT8_E5M2},
+    {DL_UINT, 16, COMM_UINT16},
+    {DL_COMPLEX, 64, COMM_COMPLEX64},
+    {DL_COMPLEX, 128, COMM_COMPLEX128},
+    {DL_FLOAT8_E4M3FNUZ, 8, COMM_FLOAT8_E4M3FNUZ},
+    {DL_FLOAT8_E5M2FNUZ, 8, COMM_FLOAT8_E5M2FNUZ},
+    {DL_FLOAT8_E8M0FNU, 8, COMM_FLOAT8_E8M0},
 };
 
 bool find_dtype(const DLDataType& type, comm_dtype* dtype) {
@@ -219,12 +225,20 @@ bool is_floating(comm_dtype dtype) {
            dtype == COMM_FLOAT64 || dtype == COMM_FLOAT8_E4M3 || dtype == COMM_FLOAT8_E5M2;
 }
 
+bool is_complex(comm_dtype dtype) { return dtype == COMM_COMPLEX64 || dtype == COMM_COMPLEX128; }
+
+// As is_reduced of communicator/calls/dtypes.py, for dtypes that torch on the CPU does not add.
+bool is_only_moved(const CallSite& site, comm_dtype dtype) {
+    bool is_unsigned = dtype == COMM_UINT16 || dtype == COMM_UINT32 || dtype == COMM_UINT64;
+    return (site.device_type == COMM_CPU && is_unsigned) || dtype >= COMM_FLOAT8_E4M3FNUZ;
+}
+
 int refuse_dtype(const CallSite& site, PyObject* object) {
     PyObject* dtype = PyObject_GetAttrString(object, "dtype");
     if (dtype == NULL) return -1;
     PyErr_Format(PyExc_ValueError,
-                 "%s, %s: %S is not a dtype that this communicator knows. To reduce, convert "
-                 "the tensor; to move it, pass .view(torch.uint8)",
+                 "%s, %s: %S is not a dtype that communicators know. To reduce, convert the "
+                 "tensor; to move it, pass .view(torch.uint8)",
                  site.me, site.call, dtype);
     Py_DECREF(dtype);
     return -1;
@@ -396,6 +410,14 @@ int read_op(const CallSite& site, PyObject* object, comm_dtype dtype, comm_op* o
     *op = site.scaled_sums && PyLong_Check(object) ? read_scaled_sum(object) : find_op(object);
     if (*op > COMM_AVG) return 0;
     if (*op < 0 && (*op = translate_op(site, object)) < 0) return -1;
+    if (is_only_moved(site, dtype))
+        return refuse_op(site, object,
+                         "of a dtype that can be moved but not reduced. Convert it first, to "
+                         "torch.float32 or torch.int64, say");
+    if (is_complex(dtype) && *op != COMM_SUM)
+        return refuse_op(site, object,
+                         "of complex numbers is not defined. Use op='sum', or reduce "
+                         "torch.view_as_real(tensor)");
     if (*op == COMM_AVG && !is_floating(dtype))
         return refuse_op(site, object, "of integers is not an integer. Use op='sum' and divide");
     if (dtype == COMM_BOOL && *op == COMM_SUM)

@@ -172,7 +172,9 @@ def test_complex_numbers_are_added_up(ranks, call):
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fnuz])
 @pytest.mark.parametrize("numel", [3, 99_999])
-def test_dtypes_that_shared_memory_does_not_know_are_moved(ranks, dtype, numel):
+def test_dtypes_that_are_moved_alone_or_added_are_moved_within_and_between_nodes(
+    ranks, dtype, numel
+):
     """It refused them when others of the call were on the network already."""
 
     def body(info):

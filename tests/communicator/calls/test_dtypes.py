@@ -26,7 +26,7 @@ def test_the_table_agrees_with_the_one_of_the_binding():
     source = (CSRC / "python" / "convert" / "tensor.cpp").read_text()
     rows = re.findall(r"\{(DL_\w+), (\d+), (COMM_\w+)\}", source)
     binding = {((codes[code], int(bits)), numbers[name]) for code, bits, name in rows}
-    assert len(binding) == 14
+    assert len(binding) == 20
     assert binding == {(info.dlpack, info.number) for info in DTYPES if info.number is not None}
 
 

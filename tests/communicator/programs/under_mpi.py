@@ -17,6 +17,7 @@ def check(coor):
         report = conformance.check(comm, large=50_021)
         if not report.ok or report.having("unsupported"):
             sys.stdout.write(str(report))
+        same_answers(comm)
     for count in (3, 3000):
         with Communicator(coor, "mpi") as comm:
             wrong_size(comm, count)
@@ -26,6 +27,30 @@ def check(coor):
         if coor.rank:
             late(comm)
         coor.barrier()
+
+
+def same_answers(comm):
+    """As over the other backends, see test_same_answers.py."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        own = torch.ones(4, dtype=dtype)
+        own[comm.rank] = torch.nan
+        for op in ("max", "min"):
+            rows = comm.reduce_scatter(own.expand(3, 4).contiguous(), op)
+            comm.reduce(reduced := own.clone(), 0, op)
+            for found in (comm.allreduce(own.clone(), op), rows, *[reduced][: comm.rank == 0]):
+                assert found.isnan().tolist() == [True] * 3 + [False], (dtype, op, found)
+    for dtype in (torch.complex64, torch.complex128):
+        own = torch.tensor([1 + 2j, 3j], dtype=dtype)
+        assert torch.equal(comm.allreduce(own.clone()), 3 * own)
+        assert torch.equal(comm.reduce_scatter(own.expand(3, 2).clone()), 3 * own)
+    small = torch.full((2,), comm.rank).to(torch.uint16)
+    assert comm.allgather(small).tolist() == [[0, 0], [1, 1], [2, 2]]
+    try:
+        comm.allreduce(small)
+    except ValueError as error:
+        assert "moved but not reduced" in str(error)
+    else:
+        raise AssertionError("uint16 was reduced")
 
 
 def subgroup(coor):

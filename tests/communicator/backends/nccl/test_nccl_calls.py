@@ -18,7 +18,7 @@ from tests.communicator.backends.nccl import nccl_host
 from tests.communicator.backends.nccl.nccl_host import STREAM, Host
 
 SUM, PROD, MAX, AVG, FLOAT32, BFLOAT16, BOOL, INT16, UINT8 = 0, 1, 2, 4, 7, 9, 100, 101, 1
-FLOAT8 = 10
+FLOAT8, UINT16, COMPLEX64, E8M0 = 10, 102, 103, 107
 UNSUPPORTED, INVALID_ARGUMENT, INVALID_USAGE, REMOTE, TIMEOUT = 1000, 4, 5, 6, 8
 
 pytestmark = pytest.mark.skipif(
@@ -91,9 +91,27 @@ def test_bool_int16_and_float8_travel_as_bytes(host):
     ]
 
 
-def test_what_nccl_cannot_reduce_is_refused_before_it_is_asked(host):
-    assert host.call("allreduce", 64, 64, 7, INT16, SUM, STREAM) == UNSUPPORTED
-    assert "int16" in host.error and host.error.startswith("rank 0: ")
+def test_complex_numbers_are_moved_and_added_as_pairs(host):
+    host.call("broadcast", 64, 7, COMPLEX64, 0, STREAM)
+    host.call("allreduce", 64, 64, 7, COMPLEX64, SUM, STREAM)
+    assert host.log() == [
+        "Broadcast in_place=1 count=14 dtype=7 root=0",
+        "AllReduce in_place=1 count=14 dtype=7 op=0 stream=0x5eed",
+    ]
+
+
+@pytest.mark.parametrize(
+    "dtype, op, name",
+    [
+        (INT16, SUM, " int16"),
+        (UINT16, SUM, " uint16"),
+        (COMPLEX64, MAX, "complex"),
+        (E8M0, SUM, "8-bit floats"),
+    ],
+)
+def test_what_nccl_cannot_reduce_is_refused_before_it_is_asked(host, dtype, op, name):
+    assert host.call("allreduce", 64, 64, 7, dtype, op, STREAM) == UNSUPPORTED
+    assert name in host.error and host.error.startswith("rank 0: ")
     assert host.log() == []
 
 
