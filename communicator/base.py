@@ -33,7 +33,6 @@ from communicator.calls.arguments import (
     check_peer,
     check_tensor,
 )
-from communicator.calls.background_calls import BackgroundCalls, CallHandle
 from communicator.calls.default_collectives import CollectivesFromP2P, P2PCall
 from communicator.calls.dtypes import Op
 from communicator.calls.failures import describe_lost, lost_peers
@@ -44,24 +43,18 @@ from communicator.errors import (
     DrumlineError,
     Unsupported,
 )
+from communicator.interceptors.background_calls import BackgroundCalls, CallHandle
+from communicator.interceptors.interceptor import (
+    CALLS,
+    Interceptor,
+    Refusal,
+)
+from communicator.interceptors.recording import Observation, Trace
 from communicator.own_gpu import own_ordinal
 from coordinator import Coordinator, RankFailure
 
 if TYPE_CHECKING:
     from communicator.torch_interop.async_messages import Messages
-
-TRACED = (
-    "allreduce",
-    "broadcast",
-    "reduce",
-    "allgather",
-    "reduce_scatter",
-    "alltoall",
-    "gather",
-    "scatter",
-    "send",
-    "recv",
-)
 
 Checked = TypeVar("Checked")
 
@@ -155,6 +148,7 @@ class Communicator(CollectivesFromP2P):
         if reason := self.why_unencrypted(coor):
             raise Unsupported(f"{self._me}: {self.name}: {reason}")
         self._closed, self._pid, self._opening = False, os.getpid(), threading.Lock()
+        self._binding = threading.RLock()
         self._choice = {"backend": backend, "timeout_s": self.timeout_s, **options}
         _live.add(self)
         self._is_gpu_named = device is not None
@@ -164,10 +158,10 @@ class Communicator(CollectivesFromP2P):
         self._note_peer = coor.note_peer
         self.do_open(**options)
         self._recorder = launcher.recorder(coor.info)
-        for viewer in (self._recorder, coor.live_calls):
-            if viewer is not None:
-                viewer.follow(self, TRACED, "move", backend=self.name)
-                viewer.follow(self, ["barrier"], "wait", backend=self.name)
+        self._bind()
+        if self._recorder is not None:
+            Trace(self._recorder, type(self), backend=self.name).install(self)
+        coor.live_calls.offer(Observation(self, backend=self.name))
 
     @classmethod
     def why_unencrypted(cls, coor: Coordinator) -> str:
@@ -452,8 +446,9 @@ class Communicator(CollectivesFromP2P):
         self._check_open(call)
         with self._opening:
             if self._background is None:
-                self._background = BackgroundCalls(self)
-        return self._background.start(call, args, kwargs)
+                self._background = BackgroundCalls()
+                self._background.install(self)
+        return self._background.start(call, getattr(self, call, None), args, kwargs)
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
         """Send tensor to rank dst, which calls recv with the same shape and dtype.
@@ -606,6 +601,40 @@ class Communicator(CollectivesFromP2P):
 
     # Internal.
 
+    def _intercept(self, interceptor: Interceptor) -> None:
+        """Do something around calls, until its remove()."""
+        with self._binding:
+            self._interceptors = (*self._interceptors, interceptor)
+            self._bind()
+
+    def _uninstall(self, interceptor: Interceptor) -> None:
+        """Do it no longer."""
+        with self._binding:
+            self._interceptors = tuple(one for one in self._interceptors if one is not interceptor)
+            self._bind()
+
+    def _bind(self) -> None:
+        """Bind each call to what it goes through: interceptors, then C where nothing is before it.
+
+        The only place where a method of an object is set. So `comm.allreduce` is the C function
+        itself, or the method of the class, or what an interceptor has made of either.
+        """
+        straight = self._straight()
+        outermost_last = sorted(self._interceptors, key=lambda one: one.order, reverse=True)
+        for name in CALLS:
+            call = straight.get(name)
+            for interceptor in outermost_last:
+                if name in interceptor.names:
+                    call = interceptor.around(name, call or getattr(type(self), name).__get__(self))
+            if call is not None:
+                self.__dict__[name] = call
+            else:
+                self.__dict__.pop(name, None)
+
+    def _straight(self) -> dict[str, Callable[..., Any]]:
+        """The calls that go to C without any Python between, where nothing is around them."""
+        return {}
+
     def _await_stream(self, stream: torch.cuda.Stream | None, timeout_s: float | None) -> None:
         start, limit_s = time.monotonic(), self.timeout_s if timeout_s is None else timeout_s
         with torch.cuda.device(self.device):
@@ -635,6 +664,7 @@ class Communicator(CollectivesFromP2P):
         """A rank of this communicator in errors; see Coordinator.rank_name."""
         return self.coor.rank_name(rank)
 
+    _interceptors: tuple[Interceptor, ...] = ()
     _num_compared = 0  # collectives
     _pending: list[P2PCall] | None = None
     _recorder: launcher.Recorder | None = None
@@ -650,12 +680,8 @@ class Communicator(CollectivesFromP2P):
             "communicator: the peers would take it for the rank. Call from the rank itself, or "
             "start the process as a rank of its own."
         )
-
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise error
-
-        # Before they wait for a lock that another thread held, which is not in the child.
-        self.__dict__.update(dict.fromkeys((*TRACED, "barrier", "decline", "group"), refuse))
+        self._binding = threading.RLock()  # which a thread of the rank may have held
+        Refusal(error).install(self)
 
     def _start_message(self, kind: str, tensor: torch.Tensor, peer: int) -> CallHandle:
         self._note_peer(peer)

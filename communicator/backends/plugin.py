@@ -19,11 +19,11 @@ import torch
 import communicator._native as _native
 from communicator.backends.byte_streams import ByteStreams
 from communicator.base import Communicator
-from communicator.calls.call_check import CallChecker
 from communicator.calls.default_collectives import P2PCall
 from communicator.calls.dtypes import Op
 from communicator.calls.failures import describe_lost, run_on_all_ranks
 from communicator.errors import DrumlineError, PeerLost, Unsupported
+from communicator.interceptors.call_checker import CallChecker
 from coordinator import Coordinator
 
 ONE_NODE = 1 << 1  # COMM_CAP_ONE_NODE of communicator.h
@@ -52,6 +52,7 @@ class PluginCommunicator(Communicator):
         is_checked = declared.checked_calls > 0 and not declared.compares_every_call
         if is_checked and self.world_size > 1:
             self._call_checker = CallChecker(self, declared.checked_calls)
+            self._call_checker.install(self)
 
     @classmethod
     def probe(cls, coor: Coordinator) -> int:
@@ -81,9 +82,10 @@ class PluginCommunicator(Communicator):
         except Exception:
             self.do_close()
             raise
-        # allreduce is called most: where no subclass overrides it, no Python is in between.
-        if type(self).allreduce is PluginCommunicator.allreduce:
-            self.allreduce = self._comm.allreduce  # type: ignore[method-assign]
+
+    def _straight(self) -> dict[str, Callable[..., Any]]:
+        is_own = type(self).allreduce is PluginCommunicator.allreduce
+        return {"allreduce": self._comm.allreduce} if is_own else {}
 
     def _init(self, name: str, unique_id: bytes, options: dict[str, Any]) -> None:
         self._comm = self._plugin.init(
@@ -143,7 +145,7 @@ class PluginCommunicator(Communicator):
 
     def do_close(self) -> None:
         if self._call_checker is not None:
-            self._call_checker.uninstall()
+            self._call_checker.remove()
         if hasattr(self, "_comm"):  # not if init failed
             self._comm.close()
 

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 from launcher.launch_info import LaunchInfo
 from launcher.trace.recorder import Recorder
@@ -15,11 +15,16 @@ from launcher.trace.recorder import Recorder
 Names = Iterable[str] | Mapping[str, str]
 
 
-class _Followed(NamedTuple):
-    target: weakref.ref[Any]
-    names: Names
-    kind: str
-    extra_args: dict[str, Any]
+class Observed(Protocol):
+    """Something whose calls a viewer may look at; it may be gone, as target() tells."""
+
+    def target(self) -> Any: ...
+
+    def watch(self, recorder: Recorder) -> None:
+        """Have the recorder note each call from now on."""
+        ...
+
+    def unwatch(self) -> None: ...
 
 
 class LiveCalls:
@@ -30,30 +35,35 @@ class LiveCalls:
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
-        self._followed: list[_Followed] = []
+        self._observed: list[Observed] = []
         self._counter: _Counter | None = None
 
     def follow(self, target: Any, names: Names, kind: str, **extra_args: Any) -> None:
         """Offer calls of these methods, as Recorder.follow does."""
-        followed = [other for other in self._followed if other.target() is not None]
-        self._followed = [*followed, _Followed(weakref.ref(target), names, kind, extra_args)]
+        self.offer(_Followed(target, names, kind, extra_args))
+
+    def offer(self, observed: Observed) -> None:
+        """Have it watched while somebody looks, as long as its target exists."""
+        alive = [other for other in self._observed if other.target() is not None]
+        self._observed = [*alive, observed]
         if self._counter is not None:
-            self._counter.follow(target, names, kind, **extra_args)
+            observed.watch(self._counter)
 
     def watch(self, info: LaunchInfo, folder: str = "") -> None:
         """Count from now on; record into the folder as long as one is named."""
         if self._counter is None:
             self._counter = _Counter(info)
-            for target, names, kind, extra_args in self._followed:
-                if (owner := target()) is not None:
-                    self._counter.follow(owner, names, kind, **extra_args)
+            for observed in self._observed:
+                observed.watch(self._counter)
         self._counter.record_into(folder)
 
     def unwatch(self) -> None:
         """Give every target its own methods back."""
         if self._counter is not None:
-            self._counter.unfollow()
+            self._counter.record_into("")
             self._counter = None
+            for observed in self._observed:
+                observed.unwatch()
 
     def counts(self) -> dict[str, list[int]]:
         """Calls, bytes and tokens of each operation since somebody began to look."""
@@ -61,10 +71,33 @@ class LiveCalls:
 
     def pending(self) -> list[Any]:
         """The call that the rank is in for longest: name, number, where, since; or nothing."""
-        targets = [followed.target() for followed in self._followed]
+        targets = [observed.target() for observed in self._observed]
         looks = [getattr(target, "pending_call", lambda: None) for target in targets]
         calls = [call for look in looks if (call := look()) is not None]
         return list(min(calls, key=lambda call: call.since, default=()))[:4]
+
+
+class _Followed:
+    """Methods of an object that a recorder replaces while somebody looks."""
+
+    def __init__(self, target: Any, names: Names, kind: str, extra_args: dict[str, Any]) -> None:
+        self.target = weakref.ref(target)
+        self._names, self._kind, self._extra_args = names, kind, extra_args
+        self._before: dict[str, Any] = {}  # attributes of the target
+
+    def watch(self, recorder: Recorder) -> None:
+        if (target := self.target()) is not None:
+            self._before = {name: vars(target).get(name) for name in self._names}
+            recorder.follow(target, self._names, self._kind, **self._extra_args)
+
+    def unwatch(self) -> None:
+        """Give the target back its own methods."""
+        target, before, self._before = self.target(), self._before, {}
+        for name, attribute in before.items() if target is not None else ():
+            if attribute is None:
+                delattr(target, name)
+            else:  # at once: the rank calls it meanwhile
+                setattr(target, name, attribute)
 
 
 class _Counter(Recorder):
@@ -73,23 +106,8 @@ class _Counter(Recorder):
     def __init__(self, info: LaunchInfo) -> None:
         self._info, self._calls = info, {}
         self.counts: dict[str, list[int]] = {}
-        self._before: list[tuple[weakref.ref[Any], str, Any]] = []  # attributes of the targets
         self._folder = ""
         self._file_recorder: Recorder | None = None
-
-    def follow(self, target: Any, names: Names, kind: str, **extra_args: Any) -> None:
-        self._before += [(weakref.ref(target), name, vars(target).get(name)) for name in names]
-        super().follow(target, names, kind, **extra_args)
-
-    def unfollow(self) -> None:
-        """Give the targets back their own methods."""
-        self.record_into("")
-        for reference, name, attribute in self._before:
-            if (target := reference()) is not None:
-                if attribute is None:
-                    delattr(target, name)
-                else:  # at once: the rank calls it meanwhile
-                    setattr(target, name, attribute)
 
     def record_into(self, folder: str) -> None:
         """Record into a folder from now on; "" for none."""

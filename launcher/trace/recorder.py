@@ -18,7 +18,7 @@ import platform
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,29 +68,20 @@ class Recorder:
         """
         labels = names if isinstance(names, Mapping) else {name: name for name in names}
         for name, label in labels.items():
-            setattr(target, name, self._recorded(target, name, label, kind, extra_args))
+            # Of the class: the method of an object may be native, and then has no signature.
+            parameters = list(inspect.signature(getattr(type(target), name)).parameters)[1:]
+            method = getattr(target, name)
+            setattr(target, name, self.recorded(method, parameters, label, kind, extra_args))
 
-    def align(self, offset_ns: int) -> None:
-        """Record the offset from this host's clock to that of rank 0's host.
-
-        It holds for everything that ranks record on this host, by any recorder.
-        """
-        self._add({"offset_ns": offset_ns})
-
-    def close(self) -> None:
-        """Write the rest. A forked child has a copy of the recorder, which must not write."""
-        if os.getpid() == self._pid:
-            atexit.unregister(self.close)
-            with self._lock:
-                self._write()
-                self._file.close()
-
-    def _recorded(
-        self, target: Any, name: str, label: str, kind: str, extra_args: dict[str, Any]
+    def recorded(
+        self,
+        method: Callable[..., Any],
+        parameters: Sequence[str],
+        label: str,
+        kind: str,
+        extra_args: Mapping[str, Any],
     ) -> Callable[..., Any]:
-        method = getattr(target, name)
-        # Of the class: the method of an object may be native, and then has no signature.
-        parameters = list(inspect.signature(getattr(type(target), name)).parameters)[1:]
+        """The method, with every call recorded as follow() does. parameters: their names."""
 
         @functools.wraps(method)
         def recorded(*args: Any, **named: Any) -> Any:
@@ -107,6 +98,21 @@ class Recorder:
                 self._add_span(label, kind, start, end, details)
 
         return recorded
+
+    def align(self, offset_ns: int) -> None:
+        """Record the offset from this host's clock to that of rank 0's host.
+
+        It holds for everything that ranks record on this host, by any recorder.
+        """
+        self._add({"offset_ns": offset_ns})
+
+    def close(self) -> None:
+        """Write the rest. A forked child has a copy of the recorder, which must not write."""
+        if os.getpid() == self._pid:
+            atexit.unregister(self.close)
+            with self._lock:
+                self._write()
+                self._file.close()
 
     def _add_span(self, name: str, kind: str, start: int, end: int, args: dict[str, Any]) -> None:
         thread = threading.get_native_id()

@@ -161,12 +161,13 @@ class Nccl(PluginCommunicator):
         self._connect()
         if oneshot:
             self._oneshot = Oneshot(self.coor, self.device.index)
-            self.allreduce = self._allreduce_maybe_oneshot
+
+    def _straight(self) -> dict[str, Callable[..., Any]]:
+        is_plain = self._given_stream is None and self._oneshot is None and not self._end_reason
+        return {"allreduce": _fast_allreduce(self)} if is_plain else {}
 
     def _connect(self) -> None:
         """Make the first connections now, with a deadline, and start to watch for failures."""
-        if self._given_stream is None:
-            self.allreduce = _fast_allreduce(self)
         if torch.cuda.is_available():
             _warn_of_driver()
             try:
@@ -325,8 +326,8 @@ class Nccl(PluginCommunicator):
         self._end_failures, self._is_end_known = reason.failures, is_known
         self._end_reason = str(reason)
         if self._call_checker is not None:
-            self._call_checker.uninstall()
-        self.__dict__.pop("allreduce", None)  # the fast one, which does not look at _end_reason
+            self._call_checker.remove()
+        self._bind()  # without the fast allreduce, which does not look at _end_reason
         if self._oneshot is not None:
             self._oneshot.state.abort()
         self._comm.abort()
@@ -407,7 +408,7 @@ class Nccl(PluginCommunicator):
                 stacklevel=2,
             )
 
-    allreduce = _adding_dead_peers("allreduce")
+    allreduce_by_nccl = _adding_dead_peers("allreduce")
     broadcast = _adding_dead_peers("broadcast")
     reduce = _adding_dead_peers("reduce")
     allgather = _adding_dead_peers("allgather")
@@ -424,15 +425,16 @@ class Nccl(PluginCommunicator):
 
     # Small sums.
 
-    def _allreduce_maybe_oneshot(
+    def allreduce(
         self, tensor: torch.Tensor, op: Any = "sum", *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """allreduce with oneshot: size, dtype and op decide, identically on every rank."""
-        algorithm = None
-        if isinstance(tensor, torch.Tensor) and not isinstance(op, int) and op_name(op) == "sum":
+        """With oneshot size, dtype and op decide how, identically on every rank."""
+        algorithm, is_number = None, isinstance(op, int)  # of a scaled sum
+        is_plain = self._oneshot is not None and isinstance(tensor, torch.Tensor) and not is_number
+        if is_plain and op_name(op) == "sum":
             algorithm = select_algorithm(self.world_size, tensor.nbytes, tensor.dtype)
         if algorithm is None or self._oneshot is None or tensor.device != self.device:
-            return type(self).allreduce(self, tensor, op, out=out)  # type: ignore[no-any-return]
+            return self.allreduce_by_nccl(tensor, op, out=out)  # type: ignore[no-any-return]
         self._check("allreduce", tensor)
         self._comm.async_error()
         out = tensor if out is None else self._check_out("allreduce", out, tensor.shape, tensor)

@@ -15,7 +15,7 @@ import torch
 from communicator import CommunicatorError, PeerLost, Unsupported, timings
 from communicator.backends import nccl
 from communicator.backends.nccl import Nccl
-from communicator.calls import call_check
+from communicator.interceptors import call_checker
 from coordinator import Coordinator, FailureReason, RankFailure
 from tests.communicator.backends.nccl import cuda_on_cpu, nccl_host
 
@@ -329,7 +329,7 @@ def test_a_comparison_that_waits_ends_with_the_communicator(path, ranks, end):
                 with pytest.raises(PeerLost, match=words):
                     comm.allreduce(torch.ones(3))
                 assert time.monotonic() - start < SOON_S
-                assert not set(call_check.DETAILS) & set(comm.__dict__)
+                assert not set(call_checker.DETAILS) & set(comm.__dict__)
             coor.barrier()
             comm.abort()
             comm.close()

@@ -11,15 +11,13 @@ import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from communicator.calls.async_work import NO_TIMEOUT, AsyncWork, WorkQueue
 from communicator.errors import CommunicatorError
-
-if TYPE_CHECKING:
-    from communicator.base import Communicator
+from communicator.interceptors.interceptor import Call, Interceptor, Order
 
 COLLECTIVES = (
     "allreduce",
@@ -60,35 +58,37 @@ class CallHandle:
         return self._work.is_completed()
 
 
-class BackgroundCalls:
+class BackgroundCalls(Interceptor):
     """The calls of a communicator that were started. Its other calls wait for them first."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self._queue = WorkQueue()
-        self._methods = {name: getattr(comm, name) for name in (*COLLECTIVES, *OTHERS)}
-        for name, method in self._methods.items():
-            comm.__dict__[name] = self._after_started(method)
+    order, names = Order.JOIN, (*COLLECTIVES, *OTHERS)
 
-    def start(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallHandle:
-        if call not in COLLECTIVES:
+    def __init__(self) -> None:
+        self._queue = WorkQueue()
+
+    def start(
+        self, call: str, method: Call | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CallHandle:
+        """Run the method of that name after those that were started before."""
+        if call not in COLLECTIVES or method is None:
             raise ValueError(f"start({call!r}): only {', '.join(COLLECTIVES)} can be started")
         results: list[Any] = []
         is_inference = torch.is_inference_mode_enabled()
 
         def run() -> None:
             with torch.inference_mode(is_inference):
-                results.append(self._methods[call](*args, **kwargs))
+                results.append(method(*args, **kwargs))
 
         return CallHandle(self._queue.submit(run, []), lambda: results[0])
 
-    def _after_started(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def around(self, name: str, call: Call) -> Call:
+        @functools.wraps(call)
+        def joined(*args: Any, **kwargs: Any) -> Any:
             if not self._queue.is_current(threading.current_thread()):
                 self._queue.join()
-            return method(*args, **kwargs)
+            return call(*args, **kwargs)
 
-        return call
+        return joined
 
     def is_idle(self) -> bool:
         """True if all have ended."""

@@ -1,0 +1,86 @@
+"""What stands before the calls of a communicator: in one order, and gone once it is removed."""
+
+import gc
+import os
+import weakref
+
+import pytest
+import torch
+
+from communicator import Communicator, CommunicatorError
+from communicator.interceptors.interceptor import CALLS, Interceptor, Order
+from coordinator import Coordinator
+from launcher import LaunchInfo
+
+
+class Note(Interceptor):
+    """Notes in a list of all when a call comes by."""
+
+    def __init__(self, order, passed):
+        self.order, self._passed = order, passed
+
+    def around(self, name, call):
+        def noted(*args, **kwargs):
+            self._passed.append((self.order, name))
+            return call(*args, **kwargs)
+
+        return noted
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def comm(request):
+    with Coordinator(LaunchInfo("alone")) as coor, Communicator(coor, request.param) as comm:
+        yield comm
+
+
+def test_interceptors_are_done_in_their_order_whichever_was_added_first(comm):
+    for orders in (list(Order), list(reversed(Order))):
+        passed, notes = [], []
+        for order in orders:
+            notes.append(Note(order, passed))
+            notes[-1].install(comm)
+        assert comm.allreduce(torch.ones(2), "max").tolist() == [1, 1]
+        comm.barrier()
+        assert passed == [(order, call) for call in ("allreduce", "barrier") for order in Order]
+        for note in notes:
+            note.remove()
+            note.remove()
+
+
+def test_a_call_is_as_it_was_once_what_stood_before_it_is_removed_in_any_order(comm):
+    """A checker that left after a viewer had come put the wrong method back."""
+    before = {name: getattr(comm, name) for name in CALLS}
+    notes = [Note(order, []) for order in (Order.COMPARE, Order.COUNT, Order.JOIN)]
+    for note in notes:
+        note.install(comm)
+    assert all(getattr(comm, name) != call for name, call in before.items())
+    for note in notes:
+        note.remove()
+    assert {name: getattr(comm, name) for name in CALLS} == before
+    assert comm.name != "shm" or comm.allreduce == comm._comm.allreduce  # no Python between
+
+
+def test_an_interceptor_keeps_no_communicator_alive(comm):
+    note = Note(Order.TRACE, [])
+    other = Communicator(comm.coor, comm.backend)
+    note.install(other)
+    gone = weakref.ref(other)
+    other.close()
+    del other
+    gc.collect()
+    assert gone() is None
+    note.remove()
+
+
+def test_a_forked_child_is_refused_even_while_a_call_was_started(comm):
+    """It waited for the thread of the started calls, which is not in the child."""
+    comm.start("barrier").wait()
+    child = os.fork()
+    if child == 0:
+        try:
+            comm.allreduce(torch.ones(1))
+        except CommunicatorError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert comm.allreduce(torch.ones(1)).item() == 1
