@@ -23,6 +23,13 @@ MAX_DESCRIPTION_NBYTES = 256 << 20
 DESCRIPTIONS = (".json", ".jinja", ".model", ".txt")
 
 
+def gguf_path(path: str | Path, name: str | None) -> Path | None:
+    """The GGUF file that is meant by a path, or by its name in a folder; None if none is."""
+    if name is not None:
+        return Path(path, name)
+    return Path(path) if Path(path).suffix == ".gguf" else None
+
+
 def check_regular_file(file: Path) -> None:
     """Raise unless it is an ordinary file, or a link to one: opening a pipe waits for a writer.
 

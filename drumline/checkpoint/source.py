@@ -1,14 +1,13 @@
 """A checkpoint as all ranks see it: the ranks that have the files, their index, and the config.
 
-source = find_checkpoint(coor, "checkpoint")    # the same answer on every rank, or an error on all
-print(source.readers)                           # by rank, the rank that reads the files for it
+files, extra = share_index(coor, "checkpoint", lambda: range(coor.world_size))
+print(files.readers)                            # by rank, the rank that reads the files for it
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from coordinator import Coordinator
 from drumline.checkpoint import safetensors_index
 from drumline.checkpoint.config_files import code_digest, read_config, remote_class
 from drumline.checkpoint.copy_check import CopyCheck, file_identity, group_by_copy
-from drumline.checkpoint.json_files import ADAPTER_FILE
+from drumline.checkpoint.model_tensors import WeightSources
 from drumline.checkpoint.safetensors_index import Index
 from drumline.contact.loading.configs import config_from_fields, knows_model_type
 from drumline.contact.releases import installed
@@ -52,34 +53,32 @@ class CheckpointFiles:
         return [rank for rank, reader in enumerate(self.readers) if reader != rank]
 
 
-def find_checkpoint(
-    coor: Coordinator,
-    path: str | Path,
-    adapter: str | Path | None = None,
-    trust_remote_code: bool = False,
-) -> CheckpointFiles:
-    """Find the checkpoint at `path`; ranks that have files must have the same ones. Collective.
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint as it is to be loaded, the same on every rank.
 
-    adapter: the folder of one that is to be applied, which ranks that have files must have too.
-
-    Rank 0 reads for ranks without files. Raises CheckpointError on every rank if rank 0 has none,
-    or if any file is incomplete.
+    kind: the class of the model. generation: the settings beside it, None if there are none.
+    adapter: the one that is merged into the weights while they are read, if any.
     """
-    folder = Path(path)
-    weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
-    needed = [folder / "config.json", *([Path(adapter, ADAPTER_FILE)] if adapter else ())]
-    has_files = coor.allgather_object(bool(weights) and all(file.is_file() for file in needed))
-    readers = [rank if has else 0 for rank, has in enumerate(has_files)]
-    reads = readers[coor.rank] == coor.rank
-    if trust_remote_code:
-        allow_code(coor, folder)
-    config = run_on_all_ranks(
-        coor, lambda: read_config(folder, adapter, trust_remote_code) if reads else None
-    )
-    text = coor.broadcast_object(config.to_json_string(use_diff=False) if config else None)
-    config = run_on_all_ranks(coor, lambda: config or config_from_json(json.loads(text)))
-    files, _ = share_index(coor, folder, lambda: readers)
-    return replace(files, config=config)
+
+    files: CheckpointFiles
+    kind: type[Any]
+    dtype: torch.dtype
+    generation: Any = None
+    adapter: Any = None
+
+    @property
+    def config(self) -> Any:
+        return self.files.config
+
+    def with_adapter(
+        self, model: Any, sources: WeightSources
+    ) -> tuple[WeightSources, CheckpointFiles]:
+        """The pieces of the model's tensors, and the files they lie in, with the adapter's."""
+        if self.adapter is None:
+            return sources, self.files
+        sources, index = self.adapter.merged(model, sources, self.files.index, self.dtype)
+        return sources, replace(self.files, index=index)
 
 
 def allow_code(coor: Coordinator, folder: Path) -> None:

@@ -16,8 +16,8 @@ from drumline.planner.cost_model import PassShape, estimate, ring_passes, unifor
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import nbytes
 from drumline.planner.plan import plan
-from drumline.strategies.load import checkpoint_dtype
-from drumline.strategies.plan_inputs import describe_model, model_on_meta
+from drumline.strategies.opening import checkpoint_dtype, describe_checkpoint
+from drumline.strategies.plan_inputs import model_on_meta
 
 
 def show_plan(
@@ -40,7 +40,7 @@ def show_plan(
     html, png: files for pictures of the map. options: of `load`.
     """
     request = LoadOptions(**options)
-    config, kind = describe_model(model_path, request)
+    config, kind = describe_checkpoint(model_path, request)
     torch_dtype = checkpoint_dtype(dtype, config)
     model, weights = model_on_meta(kind, config, torch_dtype, request)
     profile = model_profile.with_tokens(weights, config, torch_dtype, batch, length)

@@ -60,6 +60,11 @@ class LoadOptions:
                     f"memory for them is unknown; give a whole number from {low} on."
                 )
 
+        if self.build_on not in (None, "meta", "cpu"):
+            raise PlanError(
+                f'build_on={self.build_on!r} is neither "meta" nor "cpu"; leave it out, as it '
+                "has no effect."
+            )
         if self.on_failure not in ("raise", "replan"):
             raise PlanError(
                 f"on_failure={self.on_failure!r} is neither 'raise' nor 'replan'; give one of them."

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator import Coordinator
+from drumline.checkpoint.source import Checkpoint
 from drumline.core.consistency import check_same_on_all_ranks
 from drumline.core.device_map import first_device
 from drumline.core.group_monitor import monitored_loading
@@ -23,7 +24,7 @@ from drumline.planner.measure import measure_group_speeds, measure_speeds
 from drumline.strategies.pipeline_parallel import check_no_device, load_pipeline
 from drumline.strategies.pipeline_tp import load_pipeline_tp
 from drumline.strategies.plan_inputs import PlanInputs, collect_plan_inputs
-from drumline.tensor_parallel.sharded_model import open_checkpoint, own_device, shard_checkpoint
+from drumline.tensor_parallel.sharded_model import own_device, shard_checkpoint
 
 MIN_SPEEDUP = 1.1
 """Least speedup of a sharded layer: its sums are taken in another order."""
@@ -55,15 +56,15 @@ def _candidates(
             coor, {name: repr(getattr(options, name)) for name in SAME_ON_ALL_RANKS}
         )
         inputs = collect_plan_inputs(coor, path, options)
-        speeds = measure_speeds(coor, inputs.free_nbytes, inputs.dtype, options.backend)
+        speeds = measure_speeds(coor, inputs.free_nbytes, inputs.checkpoint.dtype, options.backend)
         options = replace(options, speeds=speeds)
         if options.cuda_graphs or not _have_own_devices(coor, inputs):
             return [options]
-        groups = measure_group_speeds(coor, own_device(coor), inputs.dtype)
+        groups = measure_group_speeds(coor, own_device(coor), inputs.checkpoint.dtype)
         sizes = _faster_sizes(inputs, groups, speeds)
-        reader = "rank0" if inputs.source.blind else None
+        reader = "rank0" if inputs.checkpoint.files.blind else None
         sharded = [replace(options, device_map="auto", tp=size, reader=reader) for size in sizes]
-        return [options, *(c for c in sharded if _is_loadable(coor, path, c))]
+        return [options, *(c for c in sharded if _is_loadable(coor, inputs.checkpoint, c))]
 
 
 def _have_own_devices(coor: Coordinator, inputs: PlanInputs) -> bool:
@@ -90,12 +91,11 @@ def _faster_sizes(inputs: PlanInputs, groups: list[GroupSpeed], speeds: DeviceSp
     return sorted(sizes, key=lambda size: -rates[size])
 
 
-def _is_loadable(coor: Coordinator, path: str | Path, options: LoadOptions) -> bool:
+def _is_loadable(coor: Coordinator, checkpoint: Checkpoint, options: LoadOptions) -> bool:
     """True if every rank can shard this model with these options. Collective."""
     mesh = Mesh({"pp": coor.world_size // (options.tp or 1), "tp": options.tp or 1})
-    files, configs = open_checkpoint(coor, path, mesh, options)
     try:
-        shard_checkpoint(coor, files, configs, mesh, options)
+        shard_checkpoint(coor, checkpoint, mesh, options)
     except Exception:  # which says no, whatever it is: options for from_pretrained alone, too
         return coor.all_true(False)
     return coor.all_true(True)

@@ -14,6 +14,7 @@ import torch
 
 import launcher
 from coordinator import Coordinator
+from drumline.checkpoint.json_files import gguf_path
 from drumline.core.device_map import Place
 from drumline.errors import PlanError, short_traceback
 from drumline.model_packages import warn_of_unread
@@ -21,11 +22,10 @@ from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import Memory, nbytes
 from drumline.strategies.auto import load_fastest
 from drumline.strategies.mesh_parallel import load_mesh
+from drumline.strategies.opening import checkpoint_dtype
 from drumline.strategies.pipeline_parallel import load_pipeline
 from drumline.strategies.pipeline_tp import load_pipeline_tp
-from drumline.strategies.plan_inputs import checkpoint_dtype
 from drumline.strategies.replanning import load_replanning
-from drumline.weight_formats.gguf_file import gguf_path
 
 __all__ = ["Memory", "checkpoint_dtype", "load", "nbytes"]
 
@@ -99,7 +99,8 @@ def load(
         mixture whole, each on one rank; "sequence" for the same with the tokens partitioned between
         norms; or styles by module name, see `read_plan`.
     reader: "each", "node" or "rank0" reads for the others, which need no file then.
-    build_on: "meta", or "cpu" for a model whose constructor computes what no file holds.
+    build_on: without effect, for calls that pass "meta" or "cpu": buffers that no file holds are
+        computed as from_pretrained does.
     device: of this rank, where layers are split; cuda:{local_rank} if there is one, else cpu.
     adapter: the folder of a LoRA adapter, as peft saves it, on ranks that have the model's files.
         Each rank merges the part of its own layers while it reads them.

@@ -20,13 +20,14 @@ from coordinator import Coordinator
 from drumline.checkpoint.plan_executor import LoadStats
 from drumline.checkpoint.shard_loader import plan_on_all_ranks
 from drumline.checkpoint.shard_plan import LoadPlan
-from drumline.checkpoint.source import CheckpointFiles
+from drumline.checkpoint.source import Checkpoint
 from drumline.core.group_monitor import GroupMonitor, MonitoredCommunicator, monitored_loading
 from drumline.core.mesh import ALIASES, Mesh, resolve_mesh
 from drumline.errors import PeerLost, PlanError
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.model_profile import layer_names
-from drumline.tensor_parallel.sharded_model import ShardedModel, open_checkpoint, shard_checkpoint
+from drumline.strategies.opening import open_for_mesh
+from drumline.tensor_parallel.sharded_model import ShardedModel, shard_checkpoint
 from drumline.tensor_parallel.synced_generation import (
     same_samples_on_all_ranks,
     same_stopping_on_all_ranks,
@@ -88,28 +89,26 @@ def load_mesh(path: str | Path, coor: Coordinator | None, options: LoadOptions) 
             coor = stack.enter_context(Coordinator())
         mesh = _checked_mesh(options, coor.world_size)
         with monitored_loading(coor, lambda rank: SHARD_OF_ALL):
-            files, configs = open_checkpoint(coor, path, mesh, options)
+            checkpoint = open_for_mesh(coor, path, mesh, options)
             sharded, plan = plan_on_all_ranks(
                 coor,
-                lambda: _planned(coor, files, configs, mesh, options),
+                lambda: _planned(coor, checkpoint, mesh, options),
                 lambda planned: planned[1],
             )
             stats = sharded.fill(coor, plan)
-            for check in files.copy_checks:
+            for check in checkpoint.files.copy_checks:
                 stack.enter_context(check)
             monitor = _connect_tp_group(sharded, coor, mesh, options.backend, stack)
-        if sharded.generation is not None:
-            sharded.model.generation_config = sharded.generation
         model = _as_mesh_model(sharded.model.eval(), mesh, stats, monitor, stack.pop_all())
         coor.live_calls.follow(model, {"forward": "model"}, "work")
         return model
 
 
 def _planned(
-    coor: Coordinator, files: CheckpointFiles, configs: Any, mesh: Mesh, options: LoadOptions
+    coor: Coordinator, checkpoint: Checkpoint, mesh: Mesh, options: LoadOptions
 ) -> tuple[ShardedModel, LoadPlan]:
     """The empty model, sharded along the mesh, and what this rank is to read of it."""
-    sharded = shard_checkpoint(coor, files, configs, mesh, options)
+    sharded = shard_checkpoint(coor, checkpoint, mesh, options)
     if mesh.axis_size("dp_shard") > 1:
         sharded.shrink(mesh, coor.rank)
         _shard_over_data(sharded.model, options.mesh)

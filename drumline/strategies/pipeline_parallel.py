@@ -19,7 +19,7 @@ from coordinator import Coordinator
 from drumline.checkpoint.config_files import read_generation_config
 from drumline.checkpoint.empty_model import empty_model, load_shard
 from drumline.checkpoint.json_files import MERGE_ADAPTER
-from drumline.checkpoint.source import CheckpointFiles
+from drumline.checkpoint.source import Checkpoint, CheckpointFiles
 from drumline.checkpoint.weight_map import NotStreamable, WeightMap
 from drumline.core.consistency import check_same_on_all_ranks, model_facts, run_on_all_ranks
 from drumline.core.device_map import DeviceMap, abbreviate_names
@@ -34,7 +34,7 @@ from drumline.stages.cuda_graphs import CudaGraphs
 from drumline.stages.ring import Ring
 from drumline.stages.stage import Stage
 from drumline.stages.stage_weights import LoadedStage, fill, on_disk
-from drumline.strategies.plan_inputs import PlanInputs, collect_plan_inputs
+from drumline.strategies.plan_inputs import collect_plan_inputs
 from drumline.strategies.serve_stage import (
     open_device_communicators,
     open_message_communicator,
@@ -72,12 +72,12 @@ def _load_stage(
         device_map = run_on_all_ranks(coor, lambda: inputs.plan(mode, options.speeds))
         planned.append(device_map)
         log.info("rank %d: %s of %s", coor.rank, device_map.of(coor.rank), path)
-        facts = {"config": inputs.source.config.to_json_string(), "plan": device_map.to_json()}
-        check_same_on_all_ranks(coor, {**facts, "cuda_graphs": str(options.cuda_graphs)})
+        facts = {"plan": device_map.to_json(), "cuda_graphs": str(options.cuda_graphs)}
+        check_same_on_all_ranks(coor, facts)
         if options.cuda_graphs:
             _check_graphs(device_map)
-        stage = _load_weights(coor, inputs, device_map, options)
-        for check in inputs.source.copy_checks:
+        stage = _load_weights(coor, inputs.checkpoint, device_map, options)
+        for check in inputs.checkpoint.files.copy_checks:
             stack.enter_context(check)
         return stage
 
@@ -111,69 +111,58 @@ def _check_graphs(device_map: DeviceMap) -> None:
 
 
 def _load_weights(
-    coor: Coordinator, inputs: PlanInputs, device_map: DeviceMap, options: LoadOptions
+    coor: Coordinator, checkpoint: Checkpoint, device_map: DeviceMap, options: LoadOptions
 ) -> LoadedStage:
     """The model with this rank's part of the weights, streamed if that is possible."""
-    dtype = inputs.dtype
-    run_on_all_ranks(coor, lambda: _check_offload(inputs.source, device_map, coor.rank))
+    dtype = checkpoint.dtype
+    run_on_all_ranks(coor, lambda: _check_offload(checkpoint.files, device_map, coor.rank))
     empty = run_on_all_ranks(
-        coor, lambda: _build_empty(inputs, device_map, coor.rank, options.rest)
+        coor, lambda: _build_empty(checkpoint, device_map, coor.rank, options.rest)
     )
     if empty is None:
         stage: LoadedStage = run_on_all_ranks(
-            coor, lambda: _read(inputs, device_map, coor.rank, options.rest)
+            coor, lambda: _read(checkpoint, device_map, coor.rank, options.rest)
         )
         return stage
     model, weight_map = empty
     check_same_on_all_ranks(coor, model_facts(model, dtype))
-    weight_map, inputs = run_on_all_ranks(coor, lambda: _with_adapter(model, weight_map, inputs))
-    stats = fill(model, weight_map, inputs.source, device_map.places, dtype, coor, options.progress)
+    slices, files = run_on_all_ranks(
+        coor, lambda: checkpoint.with_adapter(model, weight_map.slices)
+    )
+    weight_map, checkpoint = replace(weight_map, slices=slices), replace(checkpoint, files=files)
+    stats = fill(model, weight_map, files, device_map.places, dtype, coor, options.progress)
     stage = LoadedStage(model, device_map, stats=stats)
-    run_on_all_ranks(coor, lambda: _place(stage, weight_map, inputs, coor.rank))
+    run_on_all_ranks(coor, lambda: _place(stage, weight_map, checkpoint, coor.rank))
     return stage
 
 
 def _build_empty(
-    inputs: PlanInputs, device_map: DeviceMap, rank: int, rest: Mapping[str, Any]
+    checkpoint: Checkpoint, device_map: DeviceMap, rank: int, rest: Mapping[str, Any]
 ) -> Any:
     """An empty model to stream weights into, and its WeightMap; None if transformers has to compute
     the weights."""
-    source = inputs.source
+    kind, dtype, source = checkpoint.kind, checkpoint.dtype, checkpoint.files
     if getattr(source.config, "quantization_config", None) or rest.get("quantization_config"):
         return None
     places = {"": "meta", **device_map.runs_on(rank)}
     try:
-        return empty_model(
-            inputs.kind, source.path, source.config, source.index, places, inputs.dtype, **rest
-        )
+        return empty_model(kind, source.path, source.config, source.index, places, dtype, **rest)
     except NotStreamable:
         return None
 
 
-def _with_adapter(
-    model: Any, weight_map: WeightMap, inputs: PlanInputs
-) -> tuple[WeightMap, PlanInputs]:
-    """The pieces of the tensors, with the adapter that is to be merged into them."""
-    if inputs.adapter is None:
-        return weight_map, inputs
-    slices, index = inputs.adapter.merged(
-        model, weight_map.slices, inputs.source.index, inputs.dtype
-    )
-    source = replace(inputs.source, index=index)
-    return replace(weight_map, slices=slices), replace(inputs, source=source)
-
-
-def _place(stage: LoadedStage, weight_map: WeightMap, inputs: PlanInputs, rank: int) -> None:
+def _place(stage: LoadedStage, weight_map: WeightMap, checkpoint: Checkpoint, rank: int) -> None:
     """Let the modules of this rank run on their devices, and find their weights there."""
-    model, device_map, source = stage.model, stage.device_map, inputs.source
+    model, device_map, source = stage.model, stage.device_map, checkpoint.files
     if rank == 0:
         model.config.name_or_path = str(source.path)
         if model.can_generate() and source.path.is_dir():  # a GGUF file says it in the config
-            model.generation_config = read_generation_config(source.path)
+            settings = checkpoint.generation or read_generation_config(source.path)
+            model.generation_config = settings
     own = device_map.of(rank)
     away = {name: own[name] for name in offloaded_modules(device_map, rank)}
     device = torch.device(device_map.device_of(rank))
-    readers = on_disk(model, weight_map, source, inputs.dtype)
+    readers = on_disk(model, weight_map, source, checkpoint.dtype)
     stage.prefetcher = make_prefetcher(model, away, device, readers)
     install_device_hooks(model, device_map, rank, stage.prefetcher)
 
@@ -190,11 +179,11 @@ def _check_offload(source: CheckpointFiles, device_map: DeviceMap, rank: int) ->
 
 
 def _read(
-    inputs: PlanInputs, device_map: DeviceMap, rank: int, rest: Mapping[str, Any]
+    checkpoint: Checkpoint, device_map: DeviceMap, rank: int, rest: Mapping[str, Any]
 ) -> LoadedStage:
     """The model as transformers itself reads it, from files that must be here."""
-    source = inputs.source
-    if inputs.adapter is not None:
+    source = checkpoint.files
+    if checkpoint.adapter is not None:
         raise CheckpointError(
             f"rank {rank}: the weights of this model are computed from what is stored, so no "
             f"adapter can be merged while they are read; {MERGE_ADAPTER}."
@@ -208,7 +197,7 @@ def _read(
     places, options = {"": "meta", **device_map.of(rank)}, {"config": source.config, **rest}
     if not source.maps:
         options["disable_mmap"] = True
-    model = load_shard(inputs.kind, source.path, places, inputs.dtype, **options)
+    model = load_shard(checkpoint.kind, source.path, places, checkpoint.dtype, **options)
     install_device_hooks(model, device_map, rank, None)
     return LoadedStage(model, device_map)
 

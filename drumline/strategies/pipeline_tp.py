@@ -9,6 +9,7 @@ Along `dp_replicate` there is such a model each, which its own first rank calls.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,13 @@ from drumline.planner.plan import plan
 from drumline.stages.ring import Ring
 from drumline.stages.stage_weights import LoadedStage
 from drumline.stages.tp_stage import StageGroup, TpDriverRing, TpFollowerRing, TpLeaderRing, TpStage
+from drumline.strategies.opening import open_for_mesh
 from drumline.strategies.serve_stage import (
     open_device_communicators,
     open_message_communicator,
     serve_and_exit,
 )
-from drumline.tensor_parallel import sharded_model
-from drumline.tensor_parallel.sharded_model import ShardedModel
+from drumline.tensor_parallel.sharded_model import ShardedModel, shard_checkpoint
 from drumline.tensor_parallel.tp_layers import insert_collectives
 from drumline.timings import TIMINGS
 
@@ -61,7 +62,7 @@ def load_pipeline_tp(path: str | Path, coor: Coordinator | None, options: LoadOp
             late = functools.partial(coor.close, timeout_s=TIMINGS.next_message_s)
             stack.push(lambda kind, error, trace: late() if error is None else None)
         mesh = _checked_mesh(options, coor.world_size)
-        sharded, device_map, stats = _load_shards(coor, path, mesh, options)
+        sharded, driven, device_map, stats = _load_shards(coor, path, mesh, options)
         for check in sharded.files.copy_checks:
             stack.enter_context(check)
         ranks = mesh.group(coor.rank, "pp", "tp")
@@ -69,7 +70,6 @@ def load_pipeline_tp(path: str | Path, coor: Coordinator | None, options: LoadOp
         axes = {axis: mesh.axis_size(axis) for axis in mesh.axes if axis in ("pp", "tp")}
         own_mesh = Mesh(axes, tuple(range(len(ranks))))  # numbered as in the replica's Coordinator
         group, ring_comms = _connect(replica, own_mesh, sharded, device_map, options.backend, stack)
-        driven = _driven_model(sharded, options) if replica.is_master() else None
         resources = stack.pop_all()
     hop = own_mesh.coordinate(replica.rank)["pp"] + 1
     layers_by_stage = {stage: device_map.holds(stage) for stage, _ in device_map.free_nbytes}
@@ -94,18 +94,22 @@ def load_pipeline_tp(path: str | Path, coor: Coordinator | None, options: LoadOp
 
 def _load_shards(
     coor: Coordinator, path: str | Path, mesh: Mesh, options: LoadOptions
-) -> tuple[ShardedModel, DeviceMap, LoadStats]:
-    """The model with this rank's shards of its stage, and the stages. Collective."""
+) -> tuple[ShardedModel, Any, DeviceMap, LoadStats]:
+    """The model with this rank's shards of its stage, and the stages. Collective.
+
+    Also the model that the user calls, on the rank that drives: modules without weights compute
+    there, all else is on meta.
+    """
     with monitored_loading(coor, lambda rank: "its part of a stage"):
-        files, configs = sharded_model.open_checkpoint(coor, path, mesh, options)
-        sharded = run_on_all_ranks(
-            coor, lambda: sharded_model.shard_checkpoint(coor, files, configs, mesh, options)
-        )
+        checkpoint = open_for_mesh(coor, path, mesh, options)
+        sharded = run_on_all_ranks(coor, lambda: shard_checkpoint(coor, checkpoint, mesh, options))
+        is_driver = coor.rank == mesh.group(coor.rank, "pp", "tp")[0]
+        driven = copy.deepcopy(sharded.model) if is_driver else None
         device_map = _plan(coor, mesh, sharded, options)
         stages = run_on_all_ranks(coor, lambda: stages_of(sharded.model, device_map))
         only = {name: {"pp": stage} for name, stage in stages.items()}
         load_plan = plan_on_all_ranks(coor, lambda: sharded.plan(mesh, coor.rank, only))
-        return sharded, device_map, sharded.fill(coor, load_plan)
+        return sharded, driven, device_map, sharded.fill(coor, load_plan)
 
 
 def _checked_mesh(options: LoadOptions, world_size: int) -> Mesh:
@@ -137,7 +141,7 @@ def _plan(coor: Coordinator, mesh: Mesh, sharded: ShardedModel, options: LoadOpt
     sharded.shrink(mesh, 0)
     parts, model = profile_model(sharded.model), sharded.model
     if options.length:
-        needs = cache_nbytes(sharded.config, model.dtype, options.batch, options.length)
+        needs = cache_nbytes(model.config, model.dtype, options.batch, options.length)
         parts = with_cache(parts, -(-needs // mesh.axis_size("tp")))
     free_nbytes = _free_nbytes_by_stage(coor, mesh, sharded.device, options.max_memory)
     device_map: DeviceMap = run_on_all_ranks(coor, lambda: plan(parts, free_nbytes, mode))
@@ -204,14 +208,6 @@ def stages_of(model: Any, device_map: DeviceMap) -> dict[str, int]:
             )
         stage_by_name[first] = stages.pop()
     return stage_by_name
-
-
-def _driven_model(sharded: ShardedModel, options: LoadOptions) -> Any:
-    """The model that the user calls: modules without weights compute here, all else is on meta."""
-    model = sharded_model.build(type(sharded.model), sharded.config, options)
-    sharded_model.compute_buffers(model, sharded.device)
-    model.generation_config = sharded.generation or model.generation_config
-    return model.eval()
 
 
 def _hops(model: Any, device_map: DeviceMap) -> dict[str, int]:

@@ -14,13 +14,13 @@ import torch
 
 from coordinator import Coordinator
 from drumline.checkpoint.config_files import read_tokenizer
+from drumline.checkpoint.json_files import gguf_path
 from drumline.core.consistency import run_on_all_ranks
 from drumline.core.device_map import format_nbytes
 from drumline.errors import DrumlineError, WorkerExit
 from drumline.planner.load_options import LoadOptions
 from drumline.strategies.load import Memory, load
-from drumline.strategies.plan_inputs import describe_model
-from drumline.weight_formats.gguf_file import gguf_path
+from drumline.strategies.opening import describe_checkpoint
 
 T = TypeVar("T")
 Peaks = list[dict[str, int]]
@@ -34,7 +34,7 @@ def read_generator(path: str, num_tokens: int = 0, **options: Any) -> Any:
 
     Raises DrumlineError for one that does not, or has fewer positions.
     """
-    config, kind = describe_model(path, LoadOptions(**options))
+    config, kind = describe_checkpoint(path, LoadOptions(**options))
     if not kind.can_generate():
         raise DrumlineError(
             f"rank 0: {path} holds a {kind.__name__}, which does not generate text; give one that "

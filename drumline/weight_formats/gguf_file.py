@@ -111,13 +111,6 @@ class GgufWeight(ComputedTensor):
         )
 
 
-def gguf_path(path: str | Path, name: str | None) -> Path | None:
-    """The GGUF file that is meant by a path, or by its name in a folder; None if none is."""
-    if name is not None:
-        return Path(path, name)
-    return Path(path) if Path(path).suffix == ".gguf" else None
-
-
 def find_gguf(coor: Coordinator, file: Path) -> CheckpointFiles:
     """The file, which every rank must have, its index and its config. Collective."""
     header = run_on_all_ranks(coor, lambda: read_gguf_header(file))

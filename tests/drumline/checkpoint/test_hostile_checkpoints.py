@@ -34,7 +34,7 @@ from drumline.cli import main
 from drumline.cli.run_script import run_script
 from drumline.core.shards import Region
 from drumline.planner.model_profile import build_on_meta, model_class
-from drumline.tensor_parallel.sharded_model import read_configs
+from drumline.strategies.opening import read_descriptions
 
 TENSORS = {
     "first": torch.arange(1, 13, dtype=torch.float32).view(3, 4),
@@ -352,10 +352,13 @@ def seconds(limit):
         signal.signal(signal.SIGALRM, before)
 
 
+def read_both_configs(folder):
+    read_descriptions(folder, read_config(folder))
+
+
 def read_all(folder):
     """What every way to load or serve a model reads first."""
-    read_config(folder)
-    read_configs(folder)
+    read_both_configs(folder)
     read_tokenizer(folder)
 
 
@@ -372,7 +375,7 @@ def test_a_pipe_in_place_of_a_file_is_an_error_at_once(llama, name, is_link):
     os.mkfifo(pipe)
     if is_link:
         (llama / name).symlink_to(pipe)
-    for read in (read_config, read_configs, read_tokenizer):
+    for read in (read_config, read_both_configs, read_tokenizer):
         with seconds(10), pytest.raises(CheckpointError, match=f"{name} is no ordinary file"):
             read(llama)
     if name == "model.safetensors":
@@ -418,9 +421,8 @@ def test_files_that_are_links_and_folders_beside_them_are_as_ever(llama, tmp_pat
 def test_a_config_with_more_layers_than_there_are_tensors_is_refused_at_once(llama, count):
     """The empty model was built, layer by layer, until the memory or the patience ended."""
     configured(llama, num_hidden_layers=count)
-    for read in (read_config, read_configs):
-        with seconds(10), pytest.raises(CheckpointError, match=r"config\.json has num_hidden_l"):
-            read(llama)
+    with seconds(10), pytest.raises(CheckpointError, match=r"config\.json has num_hidden_l"):
+        read_config(llama)
 
 
 def test_a_config_within_the_config_may_not_have_more_layers_either(llama):
@@ -511,7 +513,7 @@ def evil(llama, tmp_path):
     assert not ran.exists()
 
 
-@pytest.mark.parametrize("read", [read_config, read_configs, read_tokenizer])
+@pytest.mark.parametrize("read", [read_config, read_both_configs, read_tokenizer])
 def test_the_code_of_a_checkpoint_is_not_run_and_nobody_is_asked_whether_it_may(
     evil, willing, read
 ):

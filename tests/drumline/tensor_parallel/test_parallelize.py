@@ -15,11 +15,11 @@ from torch import nn
 import drumline
 from communicator import Communicator
 from coordinator import Coordinator
-from drumline import DrumlineError, PlanError
+from drumline import PlanError
 from drumline.checkpoint.source import config_from_json
 from drumline.tensor_parallel.dry_run_forward import FakeCommunicator, dry_run, truncated_copy
 from drumline.tensor_parallel.parallelize import shard_specs
-from drumline.tensor_parallel.sharded_model import compute_buffers, own_device
+from drumline.tensor_parallel.sharded_model import own_device
 from drumline.tensor_parallel.tp_layers import insert_collectives
 from drumline.tensor_parallel.tp_plan import read_plan
 from tests.gpu.decode import Decoder, small_model, whole_tokens
@@ -283,48 +283,6 @@ def test_what_a_model_wants_wider_stays_wide(ranks, checkpoints):
     for found, mine in on_ranks(ranks, path, 2, work, tp=2, dtype="bfloat16"):
         assert found == dtypes
         torch.testing.assert_close(mine, logits(plain), rtol=0.1, atol=0.1)
-
-
-class Positions(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-        self.register_buffer("ids", torch.arange(config), persistent=False)
-
-
-class Around(nn.Module):
-    def __init__(self, *inner):
-        super().__init__()
-        self.inner = nn.ModuleList(inner)
-
-    def _init_weights(self, module):
-        """As in the vision towers of transformers, nothing but the constructor knows the ids."""
-
-
-def test_a_buffer_that_only_a_constructor_computes_is_made_by_one():
-    """Models that see could be loaded over a mesh with build_on="cpu" only."""
-    with torch.device("meta"):
-        model = Around(Positions(5))
-        other = Around(Positions(5))
-    other.inner[0].config = None
-    compute_buffers(model, "cpu")
-    assert model.inner[0].ids.tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(DrumlineError, match=r"inner\.0\.ids is in no checkpoint.*build_on"):
-        compute_buffers(other, "cpu")
-
-
-class Knows(Around):
-    def _init_weights(self, module):
-        module.ids = torch.arange(module.config)
-
-
-def test_a_buffer_is_computed_by_the_innermost_model_that_knows_how():
-    """Gemma 3n asks itself for its width, and the causal model around it has none."""
-    with torch.device("meta"):
-        model = Around(Knows(Positions(4)))
-    model.inner[0].inner[0].config = torch.tensor(4)  # so that no constructor can help
-    compute_buffers(model, "cpu")
-    assert model.inner[0].inner[0].ids.tolist() == [0, 1, 2, 3]
 
 
 def test_a_config_with_an_infinite_number_reaches_every_rank():
@@ -871,6 +829,7 @@ def test_a_tied_tensor_that_a_plan_shards_in_two_ways_is_refused():
         ({"mesh": {"tp": 2}, "tp": 1}, "contradicts"),
         ({"tp": 3}, "divide"),
         ({"tp": 2, "build_on": "disk"}, "build_on"),
+        ({"tp": 2, "dtype": "flot16"}, "dtype='flot16' is none that"),
         ({"tp": 2, "length": 64}, "length=64 says how to spread"),
         ({"device": "cpu"}, "for ranks that shard layers"),
     ],

@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 import drumline
 from coordinator import Coordinator
 from drumline import CheckpointError, PlanError
-from drumline.weight_formats.gguf_file import gguf_path
+from drumline.checkpoint.json_files import gguf_path
 from tests.drumline.weight_formats.test_lora_adapter import LINEAR, make_adapter, merge
 
 NAMES = {

@@ -1,0 +1,175 @@
+"""The one way into a checkpoint: its files, config, class and dtype, for whole layers and shards.
+
+checkpoint = open_checkpoint(coor, "checkpoint", options)     # the same answer on every rank
+print(checkpoint.kind, checkpoint.dtype, checkpoint.files.readers)
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coordinator import Coordinator
+from drumline.checkpoint.config_files import read_config, read_generation_config, remote_class
+from drumline.checkpoint.json_files import ADAPTER_FILE, gguf_path, read_json
+from drumline.checkpoint.safetensors_index import Index, read_index
+from drumline.checkpoint.shard_loader import assign_readers
+from drumline.checkpoint.source import (
+    Checkpoint,
+    CheckpointFiles,
+    allow_code,
+    choose_config,
+    config_from_json,
+    share_index,
+)
+from drumline.contact.loading.configs import generation_settings_from_fields
+from drumline.core.consistency import check_same_on_all_ranks, run_on_all_ranks
+from drumline.core.mesh import Mesh
+from drumline.errors import CheckpointError, DrumlineError, PlanError
+from drumline.planner.load_options import LoadOptions
+from drumline.planner.model_profile import model_class
+
+ChooseReaders = Callable[[], Sequence[int]]
+"""By rank, the rank that reads for it."""
+
+
+def open_checkpoint(
+    coor: Coordinator,
+    path: str | Path,
+    options: LoadOptions,
+    choose_readers: ChooseReaders | None = None,
+) -> Checkpoint:
+    """Open the checkpoint at `path`; ranks that read must have the same files. Collective.
+
+    choose_readers: if not given, each rank with the files reads them, and rank 0 for the others.
+
+    Raises CheckpointError on every rank if rank 0 has no files, or any file is incomplete, and
+    PlanError for options that the model does not have.
+    """
+    generation, adapter = None, None
+    if file := gguf_path(path, options.gguf_file):
+        files: CheckpointFiles = weight_format("gguf_file").find_gguf(coor, file)
+    else:
+        if code := options.trust_remote_code:
+            allow_code(coor, Path(path))
+        choose = choose_readers or _readers_with_files(coor, Path(path), options)
+        own: list[Any] = []
+
+        def read_files(folder: Path) -> Index:
+            own.append(read_config(folder, options.adapter, code))
+            return read_index(folder)
+
+        files, text = share_index(
+            coor, path, choose, lambda: read_descriptions(path, own[0]), read_files
+        )
+        fields, generation = json.loads(text)
+        config = run_on_all_ranks(coor, lambda: own[0] if own else _config_of(path, fields, code))
+        files = replace(files, config=config)
+    if options.adapter is not None:
+        adapter, files = weight_format("lora_adapter").find_adapter(coor, options.adapter, files)
+    config = choose_config(files.config, options.config)
+    check_same_on_all_ranks(coor, {"config": config.to_json_string()})
+    files = replace(files, config=config, maps=not options.disable_mmap)
+    return run_on_all_ranks(coor, lambda: _described(files, generation, adapter, options))
+
+
+def open_for_mesh(
+    coor: Coordinator, path: str | Path, mesh: Mesh, options: LoadOptions
+) -> Checkpoint:
+    """Open a checkpoint whose layers are to be sharded, with the reader that is asked for."""
+    reader = options.reader or "each"
+    return open_checkpoint(coor, path, options, lambda: assign_readers(coor, mesh, reader)[1])
+
+
+def weight_format(name: str) -> Any:
+    """The module that reads weights of a format beside plain safetensors. It may be left out."""
+    try:
+        return importlib.import_module(f"drumline.weight_formats.{name}")
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("drumline.weight_formats"):
+            raise
+        raise CheckpointError(
+            f"this installation has no drumline.weight_formats.{name}, which reads such weights; "
+            "install drumline whole, or give the model as plain safetensors."
+        ) from error
+
+
+def read_descriptions(path: str | Path, config: Any) -> bytes:
+    """config.json and generation_config.json in one line, for ranks that may have no file.
+
+    config: the one that is in the files.
+    """
+    folder, generation = Path(path), None
+    fields = {**read_json(folder / "config.json"), "model_type": config.model_type}
+    if (folder / "generation_config.json").exists():
+        read_generation_config(folder)
+        generation = read_json(folder / "generation_config.json")
+    return json.dumps([fields, generation]).encode()
+
+
+def describe_checkpoint(path: str | Path, options: LoadOptions) -> tuple[Any, type[Any]]:
+    """The config and the class of a checkpoint, as open_checkpoint finds them."""
+    if file := gguf_path(path, options.gguf_file):
+        config = weight_format("gguf_file").read_gguf_config(file)
+    else:
+        config = read_config(path, options.adapter, options.trust_remote_code)
+    own = remote_class(Path(path), config) if options.trust_remote_code else None
+    return config, own or model_class(config)
+
+
+def checkpoint_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:
+    """The dtype that is asked for, else that of the checkpoint."""
+    kind: type[DrumlineError] = PlanError
+    source = ""
+    if dtype in (None, "auto"):
+        dtype = getattr(config, "dtype", None) or torch.float32
+        kind, source = CheckpointError, "config.json has "
+    resolved = getattr(torch, str(dtype).removeprefix("torch."), None)
+    usual = resolved in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    if not isinstance(resolved, torch.dtype) or not usual:
+        raise kind(
+            f"{source}dtype={dtype!r} is none that the weights of a model can have, so nothing was "
+            "loaded; give float32, bfloat16 or float16."
+        )
+    return resolved
+
+
+def _readers_with_files(coor: Coordinator, folder: Path, options: LoadOptions) -> ChooseReaders:
+    """Each rank reads that has the files, and rank 0 for the others. Collective."""
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
+    needed = [folder / "config.json"]
+    if options.adapter is not None:
+        needed.append(Path(options.adapter, ADAPTER_FILE))
+    has_files = coor.allgather_object(bool(weights) and all(file.is_file() for file in needed))
+    readers = [rank if has else 0 for rank, has in enumerate(has_files)]
+    return lambda: readers
+
+
+def _config_of(path: str | Path, fields: Any, code: bool) -> Any:
+    """The config that rank 0 has read, on a rank that need not have the files, but for their code.
+
+    fields: of its config.json.
+    """
+    return (
+        read_config(path, adapter="", trust_remote_code=True) if code else config_from_json(fields)
+    )
+
+
+def _described(
+    files: CheckpointFiles, generation: Any, adapter: Any, options: LoadOptions
+) -> Checkpoint:
+    """The checkpoint with the class and the dtype that its config and the options come to."""
+    own = remote_class(files.path, files.config) if options.trust_remote_code else None
+    kind = options.cls or own or model_class(files.config)
+    options.check_rest(kind)
+    dtype = checkpoint_dtype(options.dtype, files.config)
+    if options.dequantize:
+        files = weight_format("dequantized").read_dequantized(files, dtype)
+    settings = None if generation is None else generation_settings_from_fields(generation)
+    return Checkpoint(files, kind, dtype, settings, adapter)
