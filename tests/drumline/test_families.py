@@ -509,8 +509,11 @@ def test_a_cache_of_a_model_s_own_kind_is_not_changed_by_halves(checkpoints, on_
     on_master(path, 2, work, device_map=second_halves(plain))
 
 
-BF16_ERROR = 0.05
-"""Of bfloat16 logits against those of float32, as a part of the largest: a bound on rounding."""
+BF16_ERROR, ROUTED_BF16_ERROR = 0.05, 0.1
+"""Of bfloat16 logits against those of float32, as a part of the largest: bounds on rounding.
+
+The larger one is for experts, whose shares of a token are rounded, too.
+"""
 
 
 @pytest.mark.parametrize("family", ["llama_tied", "gemma2", "mixtral", "qwen3_next"])
@@ -526,11 +529,36 @@ def test_in_bfloat16_a_family_rounds_as_one_process_does(checkpoints, on_master,
     found = on_master(path, 2, work, device_map=second_halves(exact), dtype=torch.bfloat16)
     reference = work(exact)
     assert torch.equal(found, work(one))
-    errors = (found - reference).abs().amax(-1).flatten()  # of each token
-    # A rounded router chooses another expert for some tokens, which ones depends on the processor.
-    is_routed = hasattr(exact.config, "num_experts_per_tok")
-    error = errors.median() if is_routed else errors.max()
-    assert error <= BF16_ERROR * reference.abs().max()
+    is_same = tokens_of_same_experts(one, exact)
+    assert is_same.sum() >= 3
+    bound = ROUTED_BF16_ERROR if hasattr(exact.config, "num_experts_per_tok") else BF16_ERROR
+    errors = (found - reference).abs().amax(-1)  # of each token
+    assert errors[is_same].max() <= bound * reference.abs().max()
+
+
+@torch.no_grad()
+def tokens_of_same_experts(*models: Any) -> torch.Tensor:
+    """Of each token of the prompt, whether it and all before it go to the same experts in all.
+
+    A router that is rounded chooses another expert where two are close, and which those are
+    depends on the processor: what follows such a token differs by more than a rounding.
+    """
+    mask = prompt()["attention_mask"].bool()
+    of_model: list[list[torch.Tensor]] = []
+    for model in models:
+        experts: list[torch.Tensor] = []
+        routers = [part for name, part in model.named_modules() if name.endswith("mlp.gate")]
+        assert bool(routers) == hasattr(model.config, "num_experts_per_tok")
+        for router in routers:
+            router.register_forward_hook(
+                lambda _, args, output, experts=experts: experts.append(output[-1].sort(-1).values)
+            )
+        model(**prompt())
+        of_model.append(experts)
+    is_other = torch.zeros_like(mask)
+    for one, other in zip(*of_model, strict=True):
+        is_other |= (one != other).any(-1).view(mask.shape) & mask
+    return mask & (is_other.cumsum(1) == 0)
 
 
 VISION = {
