@@ -36,9 +36,9 @@ def recorded_output(hook: Callable[..., Any]) -> str | None:
 
 
 def build_tiny() -> Any:
-    """A causal model of two layers. Random numbers of the script are not used up."""
+    """A causal model of one layer. Random numbers of the script are not used up."""
     sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": VOCABULARY}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     ends: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
     with torch.device("meta"):
         model = api.tiny_llama(**sizes, **heads, **ends)

@@ -8,6 +8,7 @@ tokens would be right and come later, with nothing said. No version number is co
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import types
@@ -17,6 +18,9 @@ from typing import Any
 
 import torch
 
+from drumline.checkpoint.safetensors_index import TORCH_DTYPES, StoredTensor
+from drumline.checkpoint.shard_plan import whole_tensor
+from drumline.checkpoint.weight_map import dtype_overrides, weight_sources
 from drumline.contact import model_parts
 from drumline.contact.cache_layers import counts_in_python, max_tokens, num_tokens, tiny_cache
 from drumline.contact.caches import cache_of
@@ -26,22 +30,29 @@ from drumline.pipeline.overlap import MicrobatchMixin
 ROWS, TOKENS = 8, 64
 """Of a batch that is worth two groups: see `microbatch.groups_of_pass`."""
 
+STORED_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
 STREAMS = 32
 """Rows that are worth two generations at the same time."""
 
 
+class _Split(Exception):
+    """Ends a generation whose prompt was split: the rest of it tells nothing more."""
+
+
 class _Watch:
-    """In place of the driver of several ranks: counts the parts of each batch that is split."""
+    """In place of the driver of several ranks: notes that a batch is split."""
 
     half_changed = None
 
     def __init__(self) -> None:
         self.microbatches, self.unread = self, set[str]()
-        self.splits: list[int] = []
+        self.is_split, self.runs_parts = False, True
 
-    def map(self, work: Callable[[Any], Any], items: Iterable[Any], *until: Any) -> list[Any]:
-        parts = list(items)
-        self.splits.append(len(parts))
+    def map(self, work: Callable[[Any], Any], parts: Iterable[Any], *until: Any) -> list[Any]:
+        self.is_split = True
+        if not self.runs_parts:
+            raise _Split
         return [work(part) for part in parts]
 
     def end_pass(self, model: Any) -> None:
@@ -72,18 +83,19 @@ def _watched() -> Any:
     return model
 
 
-def _splits(model: Any, rows: int, tokens: int) -> bool:
+def _splits(model: Any, rows: int, tokens: int, runs_parts: bool = False) -> bool:
     """True if a prompt of this shape is split on its way to the first token."""
     ids = torch.arange(rows * tokens).view(rows, tokens) % model_parts.VOCABULARY
-    model._driver.splits = []
-    model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False
-    )
-    return bool(model._driver.splits)
+    model._driver.is_split, model._driver.runs_parts = False, runs_parts
+    with contextlib.suppress(_Split):
+        model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False
+        )
+    return bool(model._driver.is_split)
 
 
 def _groups(model: Any) -> bool:
-    return _splits(model, ROWS, TOKENS)
+    return _splits(model, ROWS, TOKENS, runs_parts=True)
 
 
 def _merged_caches(model: Any) -> bool:
@@ -102,6 +114,17 @@ def _chunks(model: Any) -> bool:
     return _splits(model, 1, 8)
 
 
+def _mapped_weights(model: Any) -> bool:
+    """Each weight is one that is stored, as it is: what is put together or cast is copied."""
+    index = {
+        name: StoredTensor("", 0, STORED_DTYPES[tensor.dtype], tuple(tensor.shape))
+        for name, tensor in model.state_dict().items()
+    }
+    pieces = weight_sources(model, index)
+    as_stored = all(pieces[name] == whole_tensor(name, index[name].shape) for name in pieces)
+    return len(pieces) > 1 and as_stored and not dtype_overrides(model, model.dtype)
+
+
 def _static_layers(model: Any) -> bool:
     layers = tiny_cache(is_static=True).layers
     return not counts_in_python(layers[0]) and max_tokens(layers[0]) == 8
@@ -112,6 +135,7 @@ FAST_PATHS: dict[str, Callable[[Any], bool]] = {
     "merged caches": _merged_caches,
     "generations side by side": _streams,
     "chunks of long prompts": _chunks,
+    "mapped weights": _mapped_weights,
     "static layers": _static_layers,
 }
 """By name, what tells with a watched model whether it happens, in this order."""
@@ -121,7 +145,8 @@ FAST_PATHS: dict[str, Callable[[Any], bool]] = {
 def check() -> dict[str, bool]:
     """By name of each fast path, whether it happens with what is installed: once per process.
 
-    It takes some ten milliseconds, and leaves the state of random numbers as it was.
+    The state of random numbers stays as it was. A processor of 2026 took 35 ms, of which 20 build the
+    model and 9 run it; what it imports and the tables that it reads, the load has needed, too.
     """
     with torch.no_grad():
         model = _watched()

@@ -8,7 +8,9 @@ import warnings
 import pytest
 import torch
 from transformers import GenerationMixin
+from transformers.core_model_loading import Transpose, WeightConverter
 
+from drumline.contact import transformers_api
 from drumline.pipeline import fast_paths
 from tests.conftest import ROOT
 
@@ -52,6 +54,14 @@ def test_a_release_that_passes_something_new_is_told_once_with_what_is_off(fresh
     (line,) = told()
     assert line.startswith("transformers 5.") and "drumline doctor" in line
     assert "groups of rows, chunks of long prompts do not happen" in line
+
+
+def test_weights_that_a_release_computes_of_stored_ones_are_told(fresh, monkeypatch):
+    """They would be copied where they were mapped: loading takes the time and memory of all."""
+    turned = WeightConverter(["q_proj.weight"], ["q_proj.weight"], operations=[Transpose()])
+    monkeypatch.setattr(transformers_api, "get_model_conversion_mapping", lambda model: [turned])
+    (line,) = told()
+    assert ": mapped weights do not happen" in line
 
 
 def test_a_check_that_fails_does_not_keep_a_model_from_being_loaded(fresh, monkeypatch):
