@@ -61,6 +61,12 @@ def tensors_of(layer: Any) -> list[torch.Tensor]:
     return [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
 
 
+def shapes(layer: Any) -> tuple[list[int], list[int]]:
+    """The shapes of its keys and values, empty where it has none."""
+    keys, values = (getattr(layer, name, None) for name in ("keys", "values"))
+    return [*getattr(keys, "shape", ())], [*getattr(values, "shape", ())]
+
+
 def counts_in_python(layer: Any) -> bool:
     """True unless its tensors and counters stay in the same memory from token to token."""
     return type(layer) is not StaticLayer

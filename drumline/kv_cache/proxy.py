@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 
@@ -21,7 +22,7 @@ from drumline.errors import DrumlineError, RefusedUse
 from drumline.kv_cache import placeholder
 from drumline.kv_cache.merge_caches import merge_caches
 from drumline.kv_cache.owner import change_layers
-from drumline.kv_cache.placeholder import EMPTY_LAYER, LayerVersion
+from drumline.kv_cache.placeholder import EMPTY_LAYER, UNKNOWN, LayerOrigin, LayerVersion
 
 
 class CacheOpLog(Protocol):
@@ -38,23 +39,14 @@ class CacheOpLog(Protocol):
     def uncroppable(self) -> set[int]: ...
 
 
-class LayerGrowth(NamedTuple):
-    """The last growth of a layer; layers whose keys were the same before share the placeholder."""
-
-    before: torch.Tensor | None = None
-    shape: tuple[int, int] = (0, 0)
-    version: LayerVersion = EMPTY_LAYER
-
-
 class CacheProxy:
     """Mixed into the class of a cache once it is known to other ranks."""
 
     op_log: CacheOpLog
     number: int
     is_inconsistent = False
-    last_growth = LayerGrowth()
-    next_version: tuple[int, LayerVersion] = (0, EMPTY_LAYER)
-    """Rows, and a layer with one token more than now."""
+    grown: dict[LayerOrigin, tuple[int, LayerVersion]]
+    """By origin, the rows and the version of the layer that was made last: others take it, too."""
 
     remote_versions: dict[int, LayerVersion]
     """By index of a layer that another rank holds, the version that it knows."""
@@ -110,7 +102,8 @@ class CacheProxy:
         """Take the placeholders as they are now for the versions that the other ranks have."""
         layers = self.layers  # type: ignore[attr-defined]
         for index in self.remote_versions:
-            placeholder.replace_with_placeholders(layers[index])
+            origin = placeholder.origin_of(self.remote_versions[index])
+            placeholder.replace_with_placeholders(layers[index], origin)
             self.remote_versions[index] = placeholder.version_of(layers[index])
 
     def _change(self, name: str, *arguments: Any) -> None:
@@ -140,7 +133,7 @@ class CacheProxy:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = object.__new__(type(self))
         memo[id(self)] = twin
-        others = ("op_log", "number", "next_version")
+        others = ("op_log", "number", "grown")
         own = {key: value for key, value in vars(self).items() if key not in others}
         twin.__dict__.update(copy.deepcopy(own, memo))
         _register(twin, self.op_log)
@@ -200,7 +193,7 @@ def merge_proxies(whole: Cache, parts: Sequence[Cache]) -> None:
 
 
 def _register(cache: CacheProxy, op_log: CacheOpLog) -> None:
-    cache.op_log, cache.number = op_log, op_log.next_cache()
+    cache.op_log, cache.number, cache.grown = op_log, op_log.next_cache(), {}
     # The log, whose failure may hold this cache, is not to live by it.
     weakref.finalize(cache, _forget, weakref.ref(op_log), cache.number).atexit = False
 
@@ -249,10 +242,15 @@ def is_own(cache: Any) -> bool:
 
 
 def account_tokens(
-    cache: Cache, layers: Iterable[int], hidden: torch.Tensor, by_pass: bool | None = False
+    cache: Cache,
+    layers: Iterable[int],
+    hidden: torch.Tensor,
+    by_pass: bool | None = False,
+    origins: Mapping[int, LayerOrigin] = MappingProxyType({}),
 ) -> None:
     """Count the tokens of `hidden`, [batch, tokens, width], in layers held by other ranks.
 
+    origins: of the layers, by index, as far as they are known.
     by_pass: count the tokens of the pass instead, see `grew_by_pass`. Some models carry several
     streams, before or behind these axes (Gemma 3n, DeepSeek-V4), some the tokens first (FSMT).
     """
@@ -262,11 +260,22 @@ def account_tokens(
     if cache.op_log.shape_of_pass == (tokens, batch):
         batch, tokens = tokens, batch
     for index in layers:
-        layer = _layer(cache, index)
+        layer, origin = _layer(cache, index), origins.get(index, UNKNOWN)
         if type(layer) is DynamicLayer and layer.keys is not None:
-            _grow_dynamic(cache, index, layer, batch, tokens)
+            _grow_dynamic(cache, index, layer, (batch, tokens), origin)
         else:
-            _grow_layer(cache, index, layer, batch, tokens)
+            _grow_layer(cache, index, layer, (batch, tokens), origin)
+
+
+def show_origins(cache: Cache, origins: Mapping[int, LayerOrigin]) -> None:
+    """Have what stands for keys and values of layers say where those are, and their shape."""
+    assert isinstance(cache, CacheProxy)
+    for index, origin in origins.items():
+        version = cache.remote_versions.get(index, EMPTY_LAYER)
+        if version.keys is not None and placeholder.origin_of(version) is not origin:
+            layer = _layer(cache, index)
+            placeholder.show_origin(layer, origin)
+            cache.remote_versions[index] = placeholder.version_of(layer)
 
 
 def matches_pass_shape(shape_of_pass: tuple[int, int] | None, hidden: torch.Tensor) -> bool:
@@ -312,39 +321,39 @@ def _layer(cache: Any, index: int) -> Any:
     return cache.layers[index] if index < len(cache.layers) else None
 
 
-def _grow_dynamic(cache: CacheProxy, index: int, layer: Any, batch: int, tokens: int) -> None:
-    """Grow a dynamic layer. The layers of one pass share one placeholder, so most only take it."""
-    version, keys = cache.remote_versions.get(index, EMPTY_LAYER), layer.keys
-    if keys is not version.keys or layer.values is not version.values:
+def _grow_dynamic(
+    cache: CacheProxy, index: int, layer: Any, growth: tuple[int, int], origin: LayerOrigin
+) -> None:
+    """Grow a dynamic layer by rows and tokens. Layers of one rank and one shape share placeholders,
+    so most of a pass only take what the first of them has made."""
+    version = cache.remote_versions.get(index, EMPTY_LAYER)
+    if layer.keys is not version.keys or layer.values is not version.values:
         placeholder.check_unchanged(index, layer, version)
-    # Layers take turns with equal keys: the first of a pass makes the longer placeholder and notes
-    # from which it grew, and all others that still hold the shorter one take the longer.
-    growth = cache.last_growth
-    if keys is not growth.before or (batch, tokens) != growth.shape:
-        now = growth.version
-        if (growth.shape[0], now.length) != (batch, version.length + tokens):
-            now = _version_of_length(cache, batch, version.length + tokens)
-        cache.last_growth = growth = LayerGrowth(keys, (batch, tokens), now)
-    layer.keys = layer.values = growth.version.keys
-    cache.remote_versions[index] = growth.version
+    now = _grown(cache, origin, growth[0], version.length + growth[1])
+    layer.keys, layer.values = now.keys, now.values
+    cache.remote_versions[index] = now
 
 
-def _version_of_length(cache: CacheProxy, batch: int, tokens: int) -> LayerVersion:
-    rows, now = cache.next_version
-    if (rows, now.length) == (batch, tokens):
-        return now
-    keys = placeholder.make_placeholder(batch, tokens)
-    return LayerVersion(keys, keys, tokens)
+def _grown(cache: CacheProxy, origin: LayerOrigin, batch: int, tokens: int) -> LayerVersion:
+    rows, last = cache.grown.get(origin, (0, EMPTY_LAYER))
+    if (rows, last.length) == (batch, tokens):
+        return last
+    now = LayerVersion(*placeholder.make_placeholders(batch, tokens, origin), tokens)
+    cache.grown[origin] = batch, now
+    return now
 
 
 def prepare_next_token(cache: Cache) -> None:
-    """Make the placeholder of the next token ahead of time: the longest work before sending it."""
-    if isinstance(cache, CacheProxy) and (growth := cache.last_growth).version is not EMPTY_LAYER:
-        batch, length = growth.shape[0], growth.version.length + 1
-        cache.next_version = batch, _version_of_length(cache, batch, length)
+    """Make the placeholders of the next token ahead of time: the longest work before sending it."""
+    if isinstance(cache, CacheProxy):
+        for origin, (batch, last) in list(cache.grown.items()):
+            _grown(cache, origin, batch, last.length + 1)
 
 
-def _grow_layer(cache: CacheProxy, index: int, layer: Any, batch: int, tokens: int) -> None:
+def _grow_layer(
+    cache: CacheProxy, index: int, layer: Any, growth: tuple[int, int], origin: LayerOrigin
+) -> None:
+    batch, tokens = growth
     placeholder.check_unchanged(index, layer, cache.remote_versions.get(index, EMPTY_LAYER))
     cache_layers.note_state(layer, batch)
     if index not in cache.remote_versions:  # generate() allocated keys, which do not come here
@@ -353,8 +362,9 @@ def _grow_layer(cache: CacheProxy, index: int, layer: Any, batch: int, tokens: i
         layer = cache.layers[index] = DynamicLayer()  # type: ignore[attr-defined]  # counts as well
     if layer is None or cache_layers.counts_tokens(layer):
         with placeholder.counting_tokens():
-            _append_placeholder(cache, index, placeholder.make_placeholder(batch, tokens))
-        placeholder.replace_with_placeholders(_layer(cache, index))
+            new, _ = placeholder.make_placeholders(batch, tokens)
+            _append_placeholder(cache, index, new)
+        placeholder.replace_with_placeholders(_layer(cache, index), origin)
     cache.remote_versions[index] = placeholder.version_of(_layer(cache, index))
 
 

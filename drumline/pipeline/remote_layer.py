@@ -19,6 +19,7 @@ from drumline.contact.caches import Cache
 from drumline.core import pytree
 from drumline.errors import DrumlineError
 from drumline.kv_cache import proxy
+from drumline.kv_cache.placeholder import HeadSizes, LayerOrigin, layer_origin
 from drumline.pipeline.deferred_calls import DeferredCalls, InternedSpec, LayerRun
 from drumline.pipeline.driver import PipelineDriver
 from drumline.pipeline.lazy_tensor import LazyTensor, LazyUnknownShape, fetch_all
@@ -38,6 +39,7 @@ class RemoteModule:
         self.cache_layers = _cache_layers(module)
         self.embedding_weight = _embedding_weight(module)
         self.counts_by_pass: bool | None = None  # how tokens are counted, once it filled a cache
+        self.origins: dict[int, LayerOrigin] = {}  # of layers of a cache, once it filled them
         self.__signature__ = inspect.signature(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +106,9 @@ class RemoteModule:
         ):
             run.fills = None
         elif run.fills is not None:
-            proxy.account_tokens(run.caches[0], run.fills, hidden, self.counts_by_pass)
+            proxy.account_tokens(
+                run.caches[0], run.fills, hidden, self.counts_by_pass, self.origins
+            )
             if is_new:
                 run.lengths = proxy.layer_lengths(run.caches[0], run.fills)
 
@@ -136,10 +140,13 @@ class RemoteModule:
         # returned and which layers of the cache it filled, and later calls rely on that.
         reply = calls.flush(is_amid_pass=True)
         assert reply is not None
-        output, filled, uncroppable = json.loads(reply.note)
+        output, filled, uncroppable, shapes = json.loads(reply.note)
         self.driver.uncroppable.update(uncroppable)
         if leaves.caches and leaves.tensors:
             self._learn_layers(run, filled, leaves)
+            pairs = zip(filled, shapes, strict=True)
+            self.origins.update({at: _origin(self.rank, *shape) for (at, _, _), shape in pairs})
+            proxy.show_origins(leaves.caches[0], self.origins)
         self.outputs[run.spec] = pytree.as_tuples(output)
         return [tensor.to(self.driver.device) for tensor in reply.tensors]
 
@@ -161,7 +168,7 @@ class RemoteModule:
             if filled and self.counts_by_pass is None:
                 self.counts_by_pass = proxy.grew_by_pass(self.driver.shape_of_pass, hidden, filled)
             if run.fills != layers:
-                proxy.account_tokens(cache, layers, hidden, self.counts_by_pass)
+                proxy.account_tokens(cache, layers, hidden, self.counts_by_pass, self.origins)
                 run.lengths = proxy.layer_lengths(cache, layers)
             proxy.check_lengths(run.lengths, filled, f"{self.name} on rank {self.rank}")
         except DrumlineError:
@@ -194,6 +201,12 @@ def _embedding_weight(module: nn.Module) -> torch.Tensor | None:
     """[tokens, width]: the weights, on meta, of a table of embeddings; None for other modules."""
     is_table = type(module).forward is nn.Embedding.forward
     return module.weight if is_table and isinstance(module.weight, torch.Tensor) else None
+
+
+def _origin(rank: int, keys: list[int], values: list[int]) -> LayerOrigin:
+    """The origin of a layer with keys and values of these shapes, empty where it has none."""
+    sizes = [HeadSizes(shape[1], shape[3]) if len(shape) == 4 else None for shape in (keys, values)]
+    return layer_origin(rank, *sizes)
 
 
 def _cache_layers(module: nn.Module) -> tuple[int, ...]:

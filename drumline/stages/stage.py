@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.contact.cache_layers import is_croppable
+from drumline.contact import cache_layers
 from drumline.contact.caches import iter_caches
 from drumline.core import pytree
 from drumline.errors import DrumlineError, describe_with_traceback
@@ -86,7 +86,7 @@ class StageCall:
     def uncroppable(self, filled: Sequence[tuple[int, int, int]]) -> list[int]:
         """The filled layers that cannot be cropped."""
         layers = self._cache_layers()
-        return [index for index, _, _ in filled if not is_croppable(layers[index])]
+        return [index for index, _, _ in filled if not cache_layers.is_croppable(layers[index])]
 
     def filled(self, before: list[LayerVersion]) -> list[tuple[int, int, int]]:
         """The layers that hold more than before: index, tokens before, tokens now."""
@@ -96,6 +96,11 @@ class StageCall:
             for index, (old, new) in enumerate(pairs)
             if new.length > old.length or new.has_state > old.has_state
         ]
+
+    def shapes(self, filled: Sequence[tuple[int, int, int]]) -> list[tuple[list[int], list[int]]]:
+        """The shapes of the keys and values of the filled layers, empty where there are none."""
+        layers = self._cache_layers()
+        return [cache_layers.shapes(layers[index]) for index, _, _ in filled]
 
     def describe(
         self, value: Any, new: list[torch.Tensor], written: Sequence[int] = ()
@@ -200,7 +205,8 @@ class Stage:
                 beyond = []
                 filled = call.filled(before)
                 output = call.describe(value, beyond, written)
-                note = json.dumps([output, filled, call.uncroppable(filled)])
+                facts = [output, filled, call.uncroppable(filled), call.shapes(filled)]
+                note = json.dumps(facts)
             elif step.output == pytree.NEW_HIDDEN_STATE and call.is_plain(value):
                 held[made_at] = value
             else:

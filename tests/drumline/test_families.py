@@ -16,7 +16,7 @@ from transformers.cache_utils import (
 
 from drumline import DrumlineError
 from drumline.kv_cache.owner import change_layers
-from drumline.kv_cache.placeholder import counting_tokens, make_placeholder
+from drumline.kv_cache.placeholder import counting_tokens, make_placeholders
 from drumline.planner.model_profile import layer_names
 from drumline.strategies import pipeline_parallel
 from launcher import LaunchError
@@ -315,7 +315,7 @@ def test_tokens_are_taken_back_from_a_layer_that_has_a_window_and_a_state_elsewh
     cache.layers = [layer]
     layer.activate_past_recording()
     with counting_tokens():
-        layer.update(make_placeholder(2, 9), make_placeholder(2, 9))
+        layer.update(*make_placeholders(2, 9))
         change_layers(cache, "crop", -2)
     assert layer.get_seq_length() == 7 and layer.keys.shape[-2] == 5
 

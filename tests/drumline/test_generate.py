@@ -588,6 +588,8 @@ def test_keys_on_another_rank_can_be_counted_but_not_read(checkpoints, on_master
             model(**prompt(2), past_key_values=cache)
         assert cache.get_seq_length(5) == 9 and cache.layers[5].keys.shape[0] == 2
         assert cache.layers[0].keys.float().abs().sum() > 0  # of a layer that is here
+        assert cache.layers[5].keys.shape == cache.layers[0].keys.shape  # one head of width one
+        assert "rank 1" in f"{cache.layers[5].keys}{cache.layers[5].values!r}"  # it raised
         for read in (torch.sum, torch.Tensor.float, torch.Tensor.tolist):
             with pytest.raises(DrumlineError, match="another rank"):
                 read(cache.layers[5].keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -11,7 +12,13 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from drumline.errors import DrumlineError
-from drumline.kv_cache.proxy import account_tokens, cache_number, prepare_next_token
+from drumline.kv_cache.placeholder import HeadSizes, layer_origin
+from drumline.kv_cache.proxy import (
+    account_tokens,
+    cache_number,
+    prepare_next_token,
+    show_origins,
+)
 
 
 class CacheOpLog:
@@ -41,11 +48,40 @@ def cache() -> DynamicCache:
     return cache
 
 
+def test_what_stands_for_remote_keys_has_their_shape_and_says_where_they_are(cache):
+    """print() of them raised, and their shape had one head of width one."""
+    origins = {0: layer_origin(1, HeadSizes(4, 8), HeadSizes(4, 6)), 1: layer_origin(2)}
+    show_origins(cache, origins)
+    keys, values = cache.layers[0].keys, cache.layers[0].values
+    assert (keys.shape, values.size(), keys.size(-1)) == ((2, 4, 5, 8), (2, 4, 5, 6), 8)
+    assert keys[:, 1:3, -1:].shape == (2, 2, 1, 8)
+    assert f"{keys}" == str(keys) == "<keys or values of shape (2, 4, 5, 8) on rank 1>"
+    assert repr(keys[0]) == "<keys or values of shape (4, 5, 8) on rank 1>"
+    assert "rank 2" in repr(cache.layers[1].keys)
+    cache.crop(-2)
+    account_tokens(cache, (0, 1), torch.empty(2, 1, 8), False, origins)
+    cache.batch_select_indices(torch.tensor([0, 1, 1]))
+    later, twin = cache.layers[0].values, copy.deepcopy(cache).layers[0].values
+    assert later.shape == twin.shape == (3, 4, 4, 6) and "rank 1" in repr(twin)
+    with pytest.raises(DrumlineError, match="another rank"):
+        keys.sum()
+
+
+def test_layers_of_one_rank_share_what_stands_for_their_keys(cache):
+    """So that a token of many layers is counted once."""
+    origins = {0: layer_origin(1, HeadSizes(4, 8), HeadSizes(4, 8))}
+    origins[1] = layer_origin(1, HeadSizes(4, 8), HeadSizes(4, 8))
+    show_origins(cache, origins)
+    account_tokens(cache, (0, 1), torch.empty(2, 1, 8), False, origins)
+    first, second = cache.layers
+    assert first.keys is second.keys is first.values and first.keys.shape == (2, 4, 6, 8)
+
+
 def test_the_next_token_is_counted_with_what_was_made_ahead(cache):
     prepare_next_token(cache)
-    ahead = cache.next_version[1].keys
+    ((_, ahead),) = cache.grown.values()
     account_tokens(cache, (0, 1), torch.empty(2, 1, 8))
-    assert cache.layers[0].keys is cache.layers[1].keys is ahead
+    assert cache.layers[0].keys is cache.layers[1].keys is ahead.keys
     assert lengths(cache) == {(2, 6)}
 
 
