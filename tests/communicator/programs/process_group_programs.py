@@ -140,6 +140,43 @@ def alltoall_of_even_and_uneven_parts():
 
 
 @program(3)
+def alltoall_of_even_outputs_and_inputs_of_given_sizes():
+    """The outputs were cut as the inputs are."""
+    out = torch.zeros(6, 2)
+    dist.all_to_all_single(out, mine(6, 2), None, [2, 2, 2])
+    other = torch.zeros(6, 2)
+    dist.all_to_all_single(other, mine(6, 2, seed=1), [2, 2, 2], None)
+    rank = dist.get_rank()
+    uneven = torch.zeros(3 * [1, 2, 3][rank], 2)
+    dist.all_to_all_single(uneven, mine(6, 2, seed=2), None, [1, 2, 3])
+    return [out, other, uneven]
+
+
+@program(3)
+def the_same_tensor_twice_in_a_coalesced_call():
+    """It was reduced twice."""
+    tensor, whole = mine(5), mine(6)
+    dist.all_reduce_coalesced([tensor, tensor])
+    dist.all_reduce_coalesced([whole, mine(3), whole[2:]])
+    return [tensor, whole]
+
+
+@program(3)
+def expanded_tensors():
+    """All numbers of one are the same memory; they were refused."""
+    rank = dist.get_rank()
+    summed, sent, rows = (mine(1, seed=seed).expand(4) for seed in range(3))
+    dist.all_reduce(summed)
+    dist.broadcast(sent, 1)
+    columns = mine(3, 1, seed=3).expand(3, 2)
+    dist.all_reduce(columns)
+    gathered = [torch.zeros(4) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, rows)
+    dist.reduce(rows, 2)
+    return [summed + 0, sent + 0, columns + 0, *gathered, *([rows + 0] if rank == 2 else [])]
+
+
+@program(3)
 def dtypes_and_layouts():
     world = dist.get_world_size()
     found = []
