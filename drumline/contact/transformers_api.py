@@ -109,6 +109,10 @@ UNDERSCORES: dict[str, tuple[str, str]] = {
     ),
     "_from_model_config": ("reads generation settings out of an older config.json", READ_IN),
     "_get_dtype_plan": ("the tensors that a model keeps in float32", READ_IN),
+    "_get_stopping_criteria": (
+        "all stops of a generation, overridden: an argument of generate() only adds one",
+        READ_IN,
+    ),
     "_init_weights": (
         "computes the buffers of one module, as each kind of model defines it; the public "
         "initialize_weights passes over modules that were built once",
@@ -127,9 +131,20 @@ UNDERSCORES: dict[str, tuple[str, str]] = {
         READ_IN,
     ),
     "_no_split_modules": ("classes whose modules stay on one device, as accelerate reads", READ_IN),
+    "_postprocess_outputs": (
+        "overridden: Whisper copies each cache into its result, and some layers are elsewhere",
+        READ_IN,
+    ),
     "_tp_plan": ("a model's plan for sharded layers; its config has it without a prefix", READ_IN),
+    "_valid_auto_compile_criteria": (
+        "overridden: a generation's own settings would come before a default of disable_compile",
+        READ_IN,
+    ),
 }
-"""Attributes and arguments with an underscore, where no public one serves: why, and where read."""
+"""Attributes, methods and arguments with an underscore that no public one replaces.
+
+Of each, why it is taken, and the releases it was read in.
+"""
 
 
 def tiny_llama(**sizes: Any) -> Any:

@@ -145,8 +145,8 @@ FAST_PATHS: dict[str, Callable[[Any], bool]] = {
 def check() -> dict[str, bool]:
     """By name of each fast path, whether it happens with what is installed: once per process.
 
-    The state of random numbers stays as it was. A processor of 2026 took 35 ms, of which 20 build the
-    model and 9 run it; what it imports and the tables that it reads, the load has needed, too.
+    The state of random numbers stays as it was. A processor of 2026 took 35 ms, of which 20 build
+    the model and 9 run it; imports and tables of names beside that, the load has needed, too.
     """
     with torch.no_grad():
         model = _watched()

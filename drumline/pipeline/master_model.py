@@ -59,12 +59,9 @@ class DistributedModel(MicrobatchMixin, UnsupportedMixin):
         """The device for inputs: the first one of the master."""
         return self._first_device
 
-    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
-        """On a GPU, transformers compiles whatever decodes into a static cache. What waits for
-        other ranks, or reads weights from the disk, cannot be compiled."""
-        if self._driver is not None or self._prefetcher is not None:
-            return False
-        return bool(super()._valid_auto_compile_criteria(*args, **kwargs))  # type: ignore[misc]
+    def may_compile(self) -> bool:
+        """True unless it waits for other ranks, or reads weights from the disk."""
+        return self._driver is None and self._prefetcher is None
 
     @property
     def traffic(self) -> tuple[int, int] | None:

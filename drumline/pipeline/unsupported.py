@@ -11,6 +11,7 @@ from torch import nn
 from coordinator import torch_private
 from drumline.checkpoint.json_files import MERGE_ADAPTER
 from drumline.contact.caches import without_caches
+from drumline.contact.model_hooks import ModelHooks
 from drumline.contact.model_parts import attention_of, is_config, recorded_output
 from drumline.errors import DrumlineError, RefusedUse
 
@@ -71,7 +72,7 @@ class AttentionConfigs:
                 )
 
 
-class UnsupportedMixin:
+class UnsupportedMixin(ModelHooks):
     """Mixed into the class of a model. Where one rank has everything, everything works."""
 
     def _refuse(self, verb: str, remedy: str) -> None:
@@ -104,12 +105,9 @@ class UnsupportedMixin:
             self._refuse("compiled", NOT_COMPILED)
         super().__setattr__(name, value)
 
-    def _postprocess_outputs(self, seek_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Of Whisper: it copies the cache into the result, which is elsewhere. So the result has
-        None for it, as after a long recording."""
-        if getattr(self, "_driver", None) is not None and isinstance(seek_outputs, dict):
-            seek_outputs = type(seek_outputs)(**without_caches(seek_outputs))
-        return super()._postprocess_outputs(seek_outputs, *args, **kwargs)  # type: ignore[misc]
+    def outputs_to_keep(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """All but the cache, which is elsewhere: the result has None, as after a long recording."""
+        return outputs if getattr(self, "_driver", None) is None else without_caches(outputs)
 
     def train(self, mode: bool = True) -> Any:
         if mode:

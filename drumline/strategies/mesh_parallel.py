@@ -21,6 +21,8 @@ from drumline.checkpoint.plan_executor import LoadStats
 from drumline.checkpoint.shard_loader import plan_on_all_ranks
 from drumline.checkpoint.shard_plan import LoadPlan
 from drumline.checkpoint.source import Checkpoint
+from drumline.contact.generate_options import Criteria
+from drumline.contact.model_hooks import ModelHooks
 from drumline.core.group_monitor import GroupMonitor, MonitoredCommunicator, monitored_loading
 from drumline.core.mesh import ALIASES, Mesh, resolve_mesh
 from drumline.errors import PeerLost, PlanError
@@ -40,7 +42,7 @@ SYNCED_GPUS_INDEX = 6
 """Position of synced_gpus among the arguments of generate()."""
 
 
-class MeshModel:
+class MeshModel(ModelHooks):
     """Mixed into the class of the model. Ranks along tp make the same calls with the same inputs.
 
     `mesh` says who is where; `loaded` what loading took, in bytes.
@@ -75,8 +77,8 @@ class MeshModel:
         with same_samples_on_all_ranks(self._monitor, self.device):  # type: ignore[attr-defined]
             return generate(*args, **kwargs)
 
-    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
-        criteria = super()._get_stopping_criteria(*args, **kwargs)  # type: ignore[misc]
+    def stopping_criteria(self, criteria: Criteria) -> Criteria:
+        """The criteria, with one stop for all ranks that share the model."""
         if self._monitor is None:
             return criteria
         return same_stopping_on_all_ranks(criteria, self._monitor)

@@ -4,11 +4,13 @@ The word is replaced in the source of the installed release while it is imported
 arguments, outputs and what generate() hands on.
 """
 
+import ast
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import inspect
 import json
+import pathlib
 import re
 import sys
 import warnings
@@ -43,10 +45,17 @@ class RenamingFinder(importlib.abc.MetaPathFinder):
 
 
 def installed_word() -> str:
-    """The word that the installed release has: past_key_values, or cache since 5.24."""
+    """The argument's name in the installed release: past_key_values, or cache since 5.24.
+
+    It is asked of the source, for what is imported would not be renamed.
+    """
     folder = importlib.util.find_spec("transformers").submodule_search_locations[0]
-    with open(f"{folder}/models/llama/modeling_llama.py") as file:
-        return "cache" if 'new_name="cache"' in file.read() else "past_key_values"
+    tree = ast.parse(pathlib.Path(folder, "models/llama/modeling_llama.py").read_text())
+    model = next(node for node in tree.body if getattr(node, "name", "") == "LlamaForCausalLM")
+    forward = next(node for node in model.body if getattr(node, "name", "") == "forward")
+    names = {argument.arg for argument in forward.args.args}
+    (word,) = names & {"cache", "past_key_values"}
+    return word
 
 
 OLD = installed_word()
@@ -84,7 +93,8 @@ def make(path: str):
 @torch.no_grad()
 def work(model):
     found = []
-    for name in (NEW, "past_key_values"):  # a caller may use the older name as well
+    older = {"past_key_values"} - {OLD}  # since 5.24 a caller may use that as well
+    for name in (NEW, *older):
         cache = DynamicCache(config=model.config)
         output = model(input_ids=IDS, **{name: cache})
         assert output[NEW] is cache and cache.get_seq_length(3) == 7
