@@ -17,12 +17,6 @@ class CommunicatorTimings:
     liveness_poll_s: float = 0.1
     # Longer than the kernel takes from closing a dead process's sockets to reaping it.
     exit_lag_s: float = 0.5
-    # The first pause between two looks into a torch Store; grows from look to look.
-    store_poll_s: float = 0.00005
-    # Longer than ranks take to meet; how late one notices that another has died meanwhile.
-    store_wait_s: float = 1.0
-    # Longer than store_poll_s; how late a rank notices that the others have come.
-    store_poll_max_s: float = 0.1
     # Longer than reading the state of the peers takes.
     exit_poll_s: float = 0.005
     # Longer than MPI_Test takes; the longest pause between two tests of a slow call.

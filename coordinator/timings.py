@@ -86,6 +86,9 @@ class CoordinatorTimings(ConnectionTimings):
     come first. Must exceed reason_s + answer_s."""
     waiting_notice_s: float = 5.0
     """Between two lines of the log about ranks of other nodes, awaited or cut off."""
+    store_poll_s: float = 0.00005
+    """Before the second look into a torch Store for ranks that meet there; the pauses grow. Must
+    exceed one look into a store of this host."""
     rendezvous_s: float = 1.0
     """Between two questions to rank 0 about lost ranks while a group is being made."""
     failed_turn_s: float = 5.0

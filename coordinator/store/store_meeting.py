@@ -43,8 +43,8 @@ from launcher import LaunchInfo
 
 LOOPBACK = "127.0.0.1"
 DISCARD_PORT = 9  # nothing is sent there
-FIRST_PAUSE_S = 0.00005  # between two looks into the store; grows from look to look
-MOST_PAUSES = 4  # a pause is at most this part of the time waited
+PAUSE_PART = 4
+"""A pause between two looks into the store is at most this part of the time waited so far."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class _Meeting:
             if now - looked_at > self._timings.idle_s:
                 looked_at = now
                 self._look(store, keys)
-            pause_s = max(FIRST_PAUSE_S, (now - begun) / MOST_PAUSES)
+            pause_s = max(self._timings.store_poll_s, (now - begun) / PAUSE_PART)
             time.sleep(min(pause_s, self._timings.idle_s, deadline - now))
 
     def _look(self, store: Store, keys: list[str]) -> None:

@@ -1,8 +1,15 @@
 """Timings that depend on each other."""
 
+import ast
+import dataclasses
+
 import pytest
 
+from communicator.timings import CommunicatorTimings
+from coordinator.timings import CoordinatorTimings
+from drumline.timings import ModelTimings
 from launcher.timings import TIMINGS, Timings, time_scale
+from tests.programs.syntax_trees import nodes, trees
 
 SHOW = """
 from coordinator.timings import DEFAULT
@@ -17,6 +24,22 @@ def test_timings_that_contain_others_are_longer():
     assert times.reap_poll_s < times.orphan_grace_s < times.unkillable_s
     assert times.backend_grace_s + times.unkillable_s < times.reaper_exit_s
     assert times.stop_grace_s < times.longest_poll_s < times.longest_timeout_s
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Timings, CoordinatorTimings, CommunicatorTimings, ModelTimings],
+    ids=lambda k: k.__name__,
+)
+def test_a_time_that_can_be_set_is_waited_for_somewhere(kind):
+    """Three times of a store that nobody asked any longer were left in the table."""
+    read = {
+        node.attr
+        for tree in trees().values()
+        for node in nodes(tree)
+        if isinstance(node, ast.Attribute)
+    }
+    assert [field.name for field in dataclasses.fields(kind) if field.name not in read] == []
 
 
 def test_scaled_multiplies_every_time():
