@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,44 @@ NOT_APPLIED = ("subfolder", "variant", "key_mapping", "state_dict", "output_load
 """Options of from_pretrained that choose other weights, or return more than the model."""
 
 
+WHOLE, SHARDED, BOTH = "whole layers", "sharded layers", "stages of sharded layers"
+"""The ways to spread a model: no tp= or mesh=; one of these alone; with stages beside."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An option that has a meaning in some ways to spread a model, and why in no other.
+
+    given: it with its value, if it was given.
+    """
+
+    option: str
+    ways: tuple[str, ...]
+    given: Callable[[LoadOptions], str | None]
+    why: str
+
+    def check(self, options: LoadOptions) -> None:
+        given = self.given(options)
+        if given and options.way not in self.ways:
+            raise PlanError(f"{given} {self.why}")
+
+
+def _unless_default(name: str) -> Callable[[LoadOptions], str | None]:
+    default = LoadOptions.__dataclass_fields__[name].default
+
+    def given(options: LoadOptions) -> str | None:
+        value = getattr(options, name)
+        return None if value == default else f"{name}={value!r}"
+
+    return given
+
+
 @dataclass(frozen=True)
 class LoadOptions:
     """The arguments of `load`, where they are explained; `rest` is for transformers.
 
-    `speeds` are of this cluster, if they have been measured already.
+    `speeds` are of this cluster, if they have been measured already. `gguf` is the GGUF file that
+    the path means, if it does.
     """
 
     device_map: str | Mapping[str, Place | int] | None = None
@@ -48,6 +81,7 @@ class LoadOptions:
     trust_remote_code: bool = False
     gguf_file: str | None = None
     disable_mmap: bool = False
+    gguf: Path | None = None
     rest: Mapping[str, Any] = field(default_factory=dict)
     speeds: DeviceSpeeds | None = None
     on_failure: str = "raise"
@@ -69,11 +103,11 @@ class LoadOptions:
             raise PlanError(
                 f"on_failure={self.on_failure!r} is neither 'raise' nor 'replan'; give one of them."
             )
-        if self.on_failure == "replan" and self.shards_layers:
-            raise PlanError(
-                'on_failure="replan" plans whole layers anew, and tp= and mesh= split them, for a '
-                "fixed number of ranks; leave one of the two out."
-            )
+
+    def check_together(self) -> None:
+        """Raise PlanError for an option that would have no effect, or none that it says."""
+        for rule in RULES:
+            rule.check(self)
 
     def check_rest(self, kind: type[Any]) -> None:
         """Raise PlanError for options that neither from_pretrained nor the model's class has."""
@@ -101,3 +135,57 @@ class LoadOptions:
     def has_stages(self) -> bool:
         """True if the model is to be split by layers; "meta" only says where it is built."""
         return self.device_map not in (None, "meta") or num_stages(self.mesh) > 1
+
+    @property
+    def way(self) -> str:
+        """How the model is to be spread over ranks: one of WHOLE, SHARDED and BOTH."""
+        if not self.shards_layers:
+            return WHOLE
+        return BOTH if self.has_stages else SHARDED
+
+
+SPREADS = (
+    "says how to spread whole layers, and a mesh without stages shards every layer, so it would "
+    'change nothing; add device_map="auto" for stages of ranks that shard their layers, or leave '
+    "it out."
+)
+SPLITS = "and tp= and mesh= split them; leave one of the two out."
+
+RULES = (
+    Rule("max_memory", (WHOLE, BOTH), _unless_default("max_memory"), SPREADS),
+    Rule("length", (WHOLE, BOTH), _unless_default("length"), SPREADS),
+    Rule(
+        "device",
+        (SHARDED, BOTH),
+        _unless_default("device"),
+        "is for ranks that shard layers, with tp= or mesh=; here the device_map says where each "
+        'layer goes: device_map={"": (0, "cpu")}.',
+    ),
+    Rule(
+        "cuda_graphs",
+        (WHOLE,),
+        _unless_default("cuda_graphs"),
+        f"is for ranks that hold whole layers, {SPLITS}",
+    ),
+    Rule(
+        "on_failure",
+        (WHOLE,),
+        _unless_default("on_failure"),
+        "plans whole layers anew, and tp= and mesh= split them, for a fixed number of ranks; leave "
+        "one of the two out.",
+    ),
+    Rule(
+        'device_map="fastest"',
+        (WHOLE,),
+        lambda options: 'device_map="fastest"' if options.device_map == "fastest" else None,
+        "decides itself how many ranks share a layer, and tp= or mesh= do so too; leave these out, "
+        'or use "auto", or a dict of module to stage.',
+    ),
+    Rule(
+        "a GGUF file",
+        (WHOLE,),
+        lambda options: f"{options.gguf} is a GGUF file," if options.gguf else None,
+        f"of which ranks read whole layers, {SPLITS}",
+    ),
+)
+"""What may go together: by option, the ways to spread a model in which it has a meaning."""

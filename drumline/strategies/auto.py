@@ -21,7 +21,7 @@ from drumline.errors import PlanError
 from drumline.planner.cost_model import DeviceSpeeds, GroupSpeed, estimate, estimate_tensor_parallel
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.measure import measure_group_speeds, measure_speeds
-from drumline.strategies.pipeline_parallel import check_no_device, load_pipeline
+from drumline.strategies.pipeline_parallel import load_pipeline
 from drumline.strategies.pipeline_tp import load_pipeline_tp
 from drumline.strategies.plan_inputs import PlanInputs, collect_plan_inputs
 from drumline.tensor_parallel.sharded_model import own_device, shard_checkpoint
@@ -35,7 +35,6 @@ SAME_ON_ALL_RANKS = ("dtype", "batch", "length", "max_memory", "backend", "cuda_
 
 def load_fastest(path: str | Path, coor: Coordinator | None, options: LoadOptions) -> Any:
     """The model as it is expected to be fastest. Collective; see `load`."""
-    check_no_device(options)
     whole, *sharded = _candidates(path, coor, options)
     for tp_options in sharded:
         with contextlib.suppress(PlanError):  # too little memory: every rank finds the same

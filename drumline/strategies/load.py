@@ -16,7 +16,7 @@ import launcher
 from coordinator import Coordinator
 from drumline.checkpoint.json_files import gguf_path
 from drumline.core.device_map import Place
-from drumline.errors import PlanError, short_traceback
+from drumline.errors import short_traceback
 from drumline.model_packages import warn_of_unread
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import Memory, nbytes
@@ -66,8 +66,26 @@ def load(
     SystemExit: the rest of the script is the master's alone, and the same script runs with a world
     of one.
 
+    What to load:
+
     path: a directory with config.json and .safetensors files, the same on every rank that has it.
         Ranks without it are sent their part by the master, which must have it.
+    dtype: of the weights; what the checkpoint says if not given.
+    cls: the class of the model; the one that config.json names if not given.
+    config: of the model, an object, the same on every rank, which is copied; what config.json says
+        if not given.
+    adapter: the folder of a LoRA adapter, as peft saves it, on ranks that have the model's files.
+        Each rank merges the part of its own layers while it reads them.
+    dequantize: read quantized weights as weights in dtype, each rank its own; see
+        `weight_formats.dequantized` for the formats. Otherwise they stay as transformers has them.
+    gguf_file: the name of a GGUF file in `path`, which may also be that file itself. Every rank
+        must have it, and dequantizes its own layers.
+    trust_remote_code: run the Python files of the checkpoint, on every rank, which must have them.
+        Each rank logs their names.
+    options: for from_pretrained, such as attn_implementation.
+
+    Where it goes:
+
     device_map: how to plan, see `plan`: "auto" (the default) or "balanced", which mean the same,
         "sequential", or "fastest", which first measures what devices and links do, and splits
         layers over ranks of a node, as tp= does, where that is a tenth faster; or a module
@@ -77,19 +95,7 @@ def load(
     max_memory: bytes (or "2GiB") by place {(rank, "cpu"): ..., (rank, "disk"): ...}, by rank
         {0: ...}, by device of the master {"cpu": ...}, or a list by rank; what is free if not
         given, and nothing on disk.
-    dtype: of the weights; what the checkpoint says if not given.
-    cls: the class of the model; the one that config.json names if not given.
-    config: of the model, an object, the same on every rank, which is copied; what config.json says
-        if not given.
     batch, length: of the tokens whose keys and values must fit beside the weights.
-    cuda_graphs: let the ranks beside the master launch their layers for one token at once, as a
-        CUDA graph, where keys and values lie in a StaticCache (cache_implementation="static") and
-        all layers of a rank are on one GPU. Layers that cannot be captured run without, with a
-        warning.
-    backend: what moves the hidden states, see Communicator; the best that every rank has, which
-        between GPUs is one that moves them from device to device.
-    progress: a bar on the master that counts the bytes of all ranks; on a terminal only, if None.
-        There is none where layers are sharded.
     tp, mesh: shard the layers themselves instead: every rank gets the model, and all make the same
         calls, see `MeshModel`. tp is how many ranks share one; a mesh is {"dp_replicate": 2,
         "tp": 2}, or a torch DeviceMesh, which `dp_shard` needs (its parameters are those of FSDP2).
@@ -98,48 +104,43 @@ def load(
     tp_plan: "auto" for the plan that the model carries; "ep" for the same with the experts of a
         mixture whole, each on one rank; "sequence" for the same with the tokens partitioned between
         norms; or styles by module name, see `read_plan`.
-    reader: "each", "node" or "rank0" reads for the others, which need no file then.
-    build_on: without effect, for calls that pass "meta" or "cpu": buffers that no file holds are
-        computed as from_pretrained does.
     device: of this rank, where layers are split; cuda:{local_rank} if there is one, else cpu.
-    adapter: the folder of a LoRA adapter, as peft saves it, on ranks that have the model's files.
-        Each rank merges the part of its own layers while it reads them.
-    dequantize: read quantized weights as weights in dtype, each rank its own; see
-        `weight_formats.dequantized` for the formats. Otherwise they stay as transformers has them.
-    trust_remote_code: run the Python files of the checkpoint, on every rank, which must have them.
-        Each rank logs their names.
-    gguf_file: the name of a GGUF file in `path`, which may also be that file itself. Every rank
-        must have it, and dequantizes its own layers.
+
+    How it is read and run:
+
+    reader: "each", "node" or "rank0" reads for the others, which need no file then.
     disable_mmap: read weights into memory, in huge pages, where whole layers on the CPU would
         otherwise be pages of the files, as in transformers: it takes longer, then a token takes
         up to a tenth less, and the files may change.
+    progress: a bar on the master that counts the bytes of all ranks; on a terminal only, if None.
+        There is none where layers are sharded.
+    backend: what moves the hidden states, see Communicator; the best that every rank has, which
+        between GPUs is one that moves them from device to device.
+    cuda_graphs: let the ranks beside the master launch their layers for one token at once, as a
+        CUDA graph, where keys and values lie in a StaticCache (cache_implementation="static") and
+        all layers of a rank are on one GPU. Layers that cannot be captured run without, with a
+        warning.
     on_failure: "replan" lets the model outlive the loss of any rank but the master. The call in
         flight raises PeerLost; before the next one, the ranks that are left plan and load anew,
         into the same object. "raise": every later call raises, too.
-    options: for from_pretrained, such as attn_implementation.
+    build_on: without effect, for calls that pass "meta" or "cpu": buffers that no file holds are
+        computed as from_pretrained does.
+
+    Which of them may go together is a table: RULES in planner/load_options.py.
 
     Raises PlanError or CheckpointError on every rank before serving starts.
     """
     arguments = {k: v for k, v in locals().items() if k not in ("path", "coor", "options")}
     if (launcher.current() if coor is None else coor).rank == 0:
         warn_of_unread()
-    request = LoadOptions(**arguments, rest=options)
-    if request.shards_layers and gguf_path(path, gguf_file):
-        raise PlanError(
-            f"{path} is a GGUF file, of which ranks read whole layers, and tp= and mesh= split "
-            "them; leave these out."
-        )
+    request = LoadOptions(**arguments, gguf=gguf_path(path, gguf_file), rest=options)
+    request.check_together()
     if on_failure == "replan":
         return load_replanning(path, coor, request)
     if not request.shards_layers:
         if device_map == "fastest":
             return load_fastest(path, coor, request)
         return load_pipeline(path, coor, request)
-    if cuda_graphs:
-        raise PlanError(
-            "cuda_graphs=True is for ranks that hold whole layers, and tp= and mesh= split them; "
-            "leave one of the two out."
-        )
     if request.has_stages:
         return load_pipeline_tp(path, coor, request)
     return load_mesh(path, coor, request)

@@ -142,14 +142,6 @@ def _connect_tp_group(
 
 def _checked_mesh(options: LoadOptions, world_size: int) -> Mesh:
     """The mesh that is asked for. Raises PlanError for what would have no effect along it."""
-    ignored = {"max_memory": options.max_memory, "length": options.length or None}
-    for name, value in ignored.items():
-        if value is not None:
-            raise PlanError(
-                f"{name}={value!r} says how to spread whole layers, and a mesh without stages "
-                'shards every layer, so it would change nothing; add device_map="auto" for '
-                "stages of ranks that shard their layers, or leave it out."
-            )
     mesh = resolve_mesh(options.mesh, options.tp, world_size)
     if mesh.axis_size("dp_shard") > 1 and not hasattr(options.mesh, "mesh_dim_names"):
         raise PlanError(

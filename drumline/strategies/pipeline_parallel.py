@@ -51,7 +51,6 @@ def load_pipeline(
 
     model: an object on the master that is to become it.
     """
-    check_no_device(options)
     with contextlib.ExitStack() as stack:
         if coor is None:
             coor = stack.enter_context(Coordinator())
@@ -88,14 +87,6 @@ def _become(model: Any, other: Any) -> Any:
     model.__dict__.clear()
     model.__dict__.update(other.__dict__)
     return model
-
-
-def check_no_device(options: LoadOptions) -> None:
-    if options.device is not None:
-        raise PlanError(
-            f"device={options.device!r} is for ranks that shard layers, with tp= or mesh=; here "
-            'the device_map says where each layer goes: device_map={"": (0, "cpu")}.'
-        )
 
 
 def _check_graphs(device_map: DeviceMap) -> None:

@@ -114,11 +114,6 @@ def _load_shards(
 
 def _checked_mesh(options: LoadOptions, world_size: int) -> Mesh:
     """The mesh with `pp` and `tp`, rank 0 first in both. Raises PlanError for any other."""
-    if options.device_map == "fastest":
-        raise PlanError(
-            'device_map="fastest" decides itself how many ranks share a layer, and tp= or mesh= do '
-            'so too; leave these out, or use "auto", or a dict of module to stage.'
-        )
     mesh = resolve_mesh(options.mesh, options.tp, world_size, "pp")
     if mesh.axis_size("dp_shard") > 1:
         raise PlanError(
