@@ -138,7 +138,7 @@ class LoadOptions:
 
     @property
     def way(self) -> str:
-        """How the model is to be spread over ranks: one of WHOLE, SHARDED and BOTH."""
+        """The way to spread the model over ranks: WHOLE, SHARDED or BOTH."""
         if not self.shards_layers:
             return WHOLE
         return BOTH if self.has_stages else SHARDED
