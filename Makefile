@@ -288,10 +288,11 @@ release:
 	@cd dist && sha256sum * > SHA256SUMS && cat SHA256SUMS
 
 # In environments of their own; hours. A row of the table in docs/versions.md: ROWS=torch-2.15.0.
+# Each row is written when it is done; RESUME=1 leaves out those that ran today.
 .PHONY: versions
 versions: export OMP_WAIT_POLICY := passive
 versions: $(VENV)/ready uv
-	@$(BIN)/python -m tests.versions.matrix $(ROWS)
+	@$(BIN)/python -m tests.versions.matrix $(if $(RESUME),--resume) $(ROWS)
 
 # Before a release of theirs: what it changed of the names that drumline takes, and whether tests pass.
 # RECORD=1 writes down what the names are in .venv, once the changes were read.
@@ -300,7 +301,6 @@ canary: export OMP_WAIT_POLICY := passive
 canary: $(VENV)/ready uv
 	@$(BIN)/python -m tests.versions.canary $(if $(RECORD),--record)
 
-# Needs PyPI; UPGRADE=--upgrade takes the newest versions of all that constraints.in does not name.
 # Needs PyPI; UPGRADE=--upgrade takes the newest versions of all that constraints.in does not name.
 .PHONY: lock uv
 lock: uv

@@ -1,6 +1,6 @@
 """Each promised version of what drumline stands on: what touches it is run, and a table written.
 
-    python -m tests.versions.matrix [ROW...]    (`make versions`)
+    python -m tests.versions.matrix [--resume] [ROW...]    (`make versions`)
 
 A row fails if one of its tests does, if a use of tests/drumline/test_uses.py is slow, or if what
 was installed is not what it asks for. Rows that are not run stay in the table as they were.
@@ -117,17 +117,29 @@ def counts(python: Path, *tests: str) -> Counts:
 def write(rows: dict[str, list[str]]) -> None:
     """Put the rows into the page's table, in the order of ROWS."""
     before, _, rest = PAGE.read_text().partition(MARKS[0])
-    table, _, after = rest.partition(MARKS[1])
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
-    kept = {row[0]: row for row in cells if row} | rows
+    _, _, after = rest.partition(MARKS[1])
+    kept = table() | rows
     lines = [f"| {' | '.join(kept[row.name])} |" for row in ROWS if row.name in kept]
     PAGE.write_text("\n".join([before + MARKS[0], HEADER + "|", *lines, MARKS[1] + after]))
+
+
+def table() -> dict[str, list[str]]:
+    """The cells of the page's table, by row."""
+    _, _, rest = PAGE.read_text().partition(MARKS[0])
+    lines = rest.partition(MARKS[1])[0].splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    return {row[0]: row for row in cells if row}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("rows", nargs="*", metavar="ROW", help="such as torch-2.15.0; all")
-    names = parser.parse_args().rows or [row.name for row in ROWS]
+    parser.add_argument("--resume", action="store_true", help="without rows that ran today")
+    options = parser.parse_args()
+    names = options.rows or [row.name for row in ROWS]
+    if options.resume:
+        day = datetime.date.today().isoformat()
+        names = [name for name in names if table().get(name, [""])[-1] != day]
     broken = []
     for row in ROWS:
         if row.name in names:
