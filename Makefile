@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo        train a small model on $(RANKS) ranks, then generate with it split over them"
 	@echo "make test        run the tests (TESTS=tests/launcher for some of them)"
-	@echo "make test-lowest run some of the tests with the lowest versions that are promised"
+	@echo "make test-lowest run what touches torch and transformers with the lowest versions that are promised"
 	@echo "make test-newest run what touches torch and transformers with the newest that pyproject.toml allows"
 	@echo "make soak        run the tests that take long (many ranks, many random faults)"
 	@echo "make sanitize    build the native parts with sanitizers, and run the tests that exercise them"
@@ -61,12 +61,9 @@ else
 	@$(BIN)/python -m tests.programs.side_by_side $(SIDE_BY_SIDE) $(TEST_OPTIONS)
 endif
 
-# What leans on torch and transformers, with the lowest versions of them; the native parts are the same.
-LOWEST_TESTS ?= tests/test_packaging.py::test_a_layer_and_all_its_names_import_with_its_own_dependencies_alone \
-    tests/drumline/compile_once/test_hoist.py \
-    tests/drumline/compile_once/test_portable.py tests/drumline/core tests/drumline/kv_cache \
-    tests/drumline/stages tests/communicator/native/test_binding.py tests/communicator/native/test_odd_tensors.py \
-    tests/communicator/backends/nccl/test_nccl_without_gpu.py
+# What touches torch and transformers, with the lowest versions of them; the native parts are the same.
+# Without the torch backend, which is compiled for each torch: minutes of one core.
+LOWEST_TESTS ?= $(shell grep -vE "torch_interop|autoload" tests/versions/contact_tests.txt) tests/drumline/test_uses.py
 .PHONY: test-lowest
 test-lowest: export OMP_WAIT_POLICY := passive
 test-lowest: $(VENV)/ready .venv-lowest/ready

@@ -1,5 +1,7 @@
 """What `make versions` and `make canary` say of versions, without installing any."""
 
+import datetime
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,18 @@ def test_a_row_that_ran_is_written_in_order_beside_those_that_did_not(pages):
         f"| {second} | 3.11.9 | 2.12.1 |",
         "After.",
     ]
+
+
+def test_a_matrix_that_was_stopped_goes_on_with_the_rows_that_did_not_run(pages, monkeypatch):
+    """It takes an hour, and each row writes what it found."""
+    done, *rest = [row.name for row in matrix.ROWS]
+    monkeypatch.setattr(matrix, "run", lambda row: ([row.name, str(datetime.date.today())], True))
+    monkeypatch.setattr(sys, "argv", ["matrix", done])
+    assert matrix.main() == 0 and done in matrix.table()
+    ran = []
+    monkeypatch.setattr(matrix, "run", lambda row: (ran.append(row.name) or [row.name], True))
+    monkeypatch.setattr(sys, "argv", ["matrix", "--resume"])
+    assert matrix.main() == 0 and ran == rest
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from transformers.cache_utils import (
 )
 
 from drumline import DrumlineError
+from drumline.contact.releases import installed, minor
 from drumline.kv_cache.owner import change_layers
 from drumline.kv_cache.placeholder import counting_tokens, make_placeholders
 from drumline.planner.model_profile import layer_names
@@ -284,6 +285,8 @@ def outcomes(model: Any, static: bool = True) -> Iterator[Any]:
 
 @pytest.mark.parametrize("family", [*CAUSAL, *ENCODER_DECODERS])
 def test_the_tokens_of_a_family_equal_those_of_one_process(checkpoints, on_master, family):
+    if family == "gemma3n" and minor(installed("transformers")) < (5, 23):
+        pytest.skip("Gemma 3n over several ranks needs transformers 5.23: docs/quickstart.md")
     cls, config = {**CAUSAL, **ENCODER_DECODERS}[family]
     plain, path = checkpoints.make(family, cls, **config)
     static = family != "mpt"
