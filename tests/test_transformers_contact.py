@@ -3,14 +3,18 @@
 import ast
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import LlamaForCausalLM, WhisperForConditionalGeneration
 
 from drumline.contact import transformers_api
+from drumline.contact.batching import continuous_batching_api
 from drumline.contact.loading import weights
 from tests.programs.syntax_trees import nodes, trees
 
 CONTACT = Path("drumline/contact/transformers_api.py")
+BATCHES = Path("drumline/contact/batching/continuous_batching_api.py")
+"""The same for continuous batching, which is imported with the first batch."""
 
 NAMES_AS_TEXT = {
     *("past_key_values", "cache_params", "is_conv_states_initialized"),
@@ -39,25 +43,30 @@ def imported(tree: ast.Module) -> set[str]:
     return names | {node.attr for node in used if ast.unparse(node.value) in modules} | modules
 
 
-def test_one_module_imports_transformers():
-    found = {str(path) for path, tree in trees().items() if imported(tree)}
-    assert found == {str(CONTACT)}
+def test_one_module_imports_transformers_and_another_its_continuous_batching():
+    importers = {path for path, tree in trees().items() if imported(tree)}
+    assert importers == {CONTACT, BATCHES}
 
 
-def test_only_verbs_of_the_contact_package_build_on_that_module():
+def test_only_verbs_of_the_contact_package_build_on_these_modules():
     for path, tree in trees().items():
         if CONTACT.parent not in path.parents:
             imports = [n for n in nodes(tree) if isinstance(n, (ast.Import, ast.ImportFrom))]
-            assert "transformers_api" not in " ".join(map(ast.unparse, imports)), path
+            text = " ".join(map(ast.unparse, imports))
+            assert "transformers_api" not in text and BATCHES.stem not in text, path
 
 
-def test_each_name_has_a_reason_and_releases_that_were_read():
-    taken = imported(trees()[CONTACT]) - {"transformers"}
-    assert taken == set(transformers_api.NAMES)
-    for name, (reason, releases) in transformers_api.NAMES.items():
+@pytest.mark.parametrize(
+    ("path", "module", "most"),
+    [(CONTACT, transformers_api, 30), (BATCHES, continuous_batching_api, 16)],
+)
+def test_each_name_has_a_reason_and_releases_that_were_read(path, module, most):
+    taken = imported(trees()[path]) - {"transformers"}
+    assert taken == set(module.NAMES)
+    for name, (reason, releases) in module.NAMES.items():
         assert len(reason.split()) > 3 and "5.2" in releases, name
     assert not [name for name in taken if name.startswith("_")]
-    assert len(taken) <= 30
+    assert len(taken) <= most
 
 
 def spelled(tree: ast.Module) -> set[str]:
@@ -72,16 +81,21 @@ def spelled(tree: ast.Module) -> set[str]:
 
 def test_names_with_an_underscore_and_classes_as_text_stay_in_the_contact_package():
     """An import cannot miss them, so one that is renamed must be found in one place."""
-    names = {*transformers_api.UNDERSCORES, *weights.OPERATIONS}
+    names = {
+        *transformers_api.UNDERSCORES,
+        *continuous_batching_api.ATTRIBUTES,
+        *weights.OPERATIONS,
+    }
     inside = set()
     for path, tree in trees().items():
         here = spelled(tree) & names
         if CONTACT.parent not in path.parents:
             assert not here, (path, here)
-        elif path != CONTACT:
+        elif path not in (CONTACT, BATCHES):
             inside |= here
     assert inside == names
-    for reason, releases in transformers_api.UNDERSCORES.values():
+    reasons = {**transformers_api.UNDERSCORES, **continuous_batching_api.ATTRIBUTES}
+    for reason, releases in reasons.values():
         assert len(reason.split()) > 3 and "5.2" in releases, reason
 
 

@@ -63,6 +63,9 @@ def flatten(value: Any, leaves: Leaves, handle: Callable[[Cache], int]) -> TreeS
         return ("shared", full_name(type(value)), *zip(keys, values, strict=True))
     if isinstance(value, torch.dtype):
         return ("dtype", str(value).removeprefix("torch."))
+    if isinstance(number := getattr(value, "pool_number", None), int):
+        leaves.ints.append(number)  # tables of pages, which each rank has a pool for
+        return ("cache",)
     raise DrumlineError(
         f"a layer on another rank was given a {type(value).__module__}.{type(value).__qualname__}, "
         "which cannot be sent; only numbers, text, tensors, caches, and tuples, lists and dicts "

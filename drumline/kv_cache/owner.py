@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drumline.contact.cache_layers import class_for, is_filled
 from drumline.contact.caches import Cache, make_cache, make_pair
 from drumline.errors import DrumlineError
 from drumline.kv_cache.merge_caches import merge_caches
+
+if TYPE_CHECKING:
+    from drumline.kv_cache.paged_pool import PagedPool
 
 CACHE_OPERATIONS = (
     "reorder_cache",
@@ -18,6 +21,14 @@ CACHE_OPERATIONS = (
     "batch_select_indices",
     "activate_past_recording",
 )
+POOL_OPERATIONS = ("begin_step", "copy_tokens")
+
+
+def make_pool(*shape: list[int]) -> PagedPool:
+    """Pages for the layers of this rank. What they need is imported with the first batch."""
+    from drumline.kv_cache.paged_pool import PagedPool
+
+    return PagedPool(*shape)
 
 
 class CacheRegistry:
@@ -25,10 +36,10 @@ class CacheRegistry:
 
     def __init__(self, config: Any):
         self.config = config
-        self.by_number: dict[int, Cache] = {}
+        self.by_number: dict[int, Any] = {}  # a Cache each, or a PagedPool
         self.pairs: dict[tuple[int, int], Cache] = {}
 
-    def cache(self, number: int) -> Cache:
+    def cache(self, number: int) -> Any:
         try:
             return self.by_number[number]
         except KeyError:
@@ -66,6 +77,10 @@ class CacheRegistry:
             merge_caches(self.cache(number), [self.cache(part) for part in arguments[0]])
         elif operation == "free":
             self._free(number)
+        elif operation == "create_pool":
+            self.by_number[number] = make_pool(*arguments)
+        elif operation in POOL_OPERATIONS:
+            getattr(self.cache(number), operation)(*arguments)
         elif operation in CACHE_OPERATIONS:
             self._change(operation, number, *arguments)
         else:

@@ -21,13 +21,14 @@ from drumline.pipeline.driver import PipelineDriver
 from drumline.pipeline.fast_paths import warn_if_off
 from drumline.pipeline.lazy_tensor import LazyTensor, fetch_all
 from drumline.pipeline.overlap import MicrobatchMixin
+from drumline.pipeline.paged_generation import PagedGenerationMixin
 from drumline.pipeline.remote_layer import RemoteModule
 from drumline.pipeline.unsupported import UnsupportedMixin
 from drumline.stages import message_trace
 from drumline.stages.stage_weights import LoadedStage
 
 
-class DistributedModel(MicrobatchMixin, UnsupportedMixin):
+class DistributedModel(MicrobatchMixin, PagedGenerationMixin, UnsupportedMixin):
     """Mixed into the class of the model: everything of transformers works, and it can be closed.
 
     `device_map` says where each module is, `loaded` what loading took on this rank, in bytes.
@@ -114,6 +115,7 @@ def _fetch_outputs(
 ) -> None:
     """Have the models around remote layers return plain tensors to the user."""
     attention = unsupported.AttentionConfigs({name: model.get_submodule(name) for name in remote})
+    model._remote_attention = attention  # type: ignore[assignment]
 
     def begin_pass(module: nn.Module, args: Any, kwargs: Any) -> None:
         driver.begin_pass(module, (args, kwargs))

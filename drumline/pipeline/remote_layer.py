@@ -36,7 +36,7 @@ class RemoteModule:
         self.outputs: dict[InternedSpec, pytree.TreeSpec] = {}
         self.fills: dict[tuple[InternedSpec, tuple[int, ...]], tuple[int, ...]] = {}
         self.producer = (name, 0, None)  # of hidden states, which are always sent
-        self.cache_layers = _cache_layers(module)
+        self.cache_layers = cache_layers(module)
         self.embedding_weight = _embedding_weight(module)
         self.counts_by_pass: bool | None = None  # how tokens are counted, once it filled a cache
         self.origins: dict[int, LayerOrigin] = {}  # of layers of a cache, once it filled them
@@ -209,7 +209,7 @@ def _origin(rank: int, keys: list[int], values: list[int]) -> LayerOrigin:
     return layer_origin(rank, *sizes)
 
 
-def _cache_layers(module: nn.Module) -> tuple[int, ...]:
+def cache_layers(module: nn.Module) -> tuple[int, ...]:
     """The layers of the cache that a module fills: those that its attention says are its own.
 
     The numbers of the innermost modules: a layer of LongCat-Flash holds two attentions, and its own

@@ -27,10 +27,6 @@ REFUSED_METHODS = {
     "load_state_dict": ("given other weights", "save them as a checkpoint and load that"),
     "add_adapter": ("given an adapter", MERGE_ADAPTER),
     "load_adapter": ("given an adapter", MERGE_ADAPTER),
-    "init_continuous_batching": (
-        "batched continuously",
-        "use generate() from several threads, or serve it",
-    ),
     "compile": ("compiled", NOT_COMPILED),
     "gradient_checkpointing_enable": ("trained", NO_TRAINING),
     "__reduce_ex__": ("copied", "use it from several threads as it is, each with its own cache"),
@@ -60,6 +56,13 @@ class AttentionConfigs:
                 if is_config(config):
                     self._loaded.setdefault(id(config), (config, attention_of(config), name))
 
+    def accept(self) -> None:
+        """Take what they are now for what they were: the ranks know of it."""
+        self._loaded = {
+            key: (config, attention_of(config), name)
+            for key, (config, _, name) in self._loaded.items()
+        }
+
     def check_unchanged(self) -> None:
         for config, loaded, name in self._loaded.values():
             now = attention_of(config)
@@ -74,6 +77,8 @@ class AttentionConfigs:
 
 class UnsupportedMixin(ModelHooks):
     """Mixed into the class of a model. Where one rank has everything, everything works."""
+
+    _remote_attention: AttentionConfigs
 
     def _refuse(self, verb: str, remedy: str) -> None:
         """Raise DrumlineError if parts of the model are elsewhere."""
@@ -98,6 +103,17 @@ class UnsupportedMixin(ModelHooks):
             return
         self._refuse("given another attention", "load it with attn_implementation=")
         super().set_attn_implementation(attn_implementation, *args, **kwargs)  # type: ignore[misc]
+
+    def _use_attention(self, name: str) -> None:
+        """Have the layers of all ranks call this attention from the next pass on."""
+        from drumline.contact.batching.paged_attention import register_attention
+
+        register_attention()
+        super().set_attn_implementation(name)  # type: ignore[misc]
+        driver = getattr(self, "_driver", None)
+        if driver is not None:
+            self._remote_attention.accept()
+            driver.record("use_attention", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """model.forward = torch.compile(model.forward): generate() failed inside of the tracing."""

@@ -253,6 +253,8 @@ class Stage:
             try:
                 if operation[0] == "scale_weight":
                     self._scale_weight(*operation[1:])
+                elif operation[0] == "use_attention":
+                    self._use_attention(*operation[1:])
                 else:
                     self.caches.apply(*operation)
             except Exception as error:  # the others are done all the same, here as elsewhere
@@ -273,6 +275,13 @@ class Stage:
                 "its layer a device in device_map."
             )
         getattr(weight, method)(number)
+
+    def _use_attention(self, name: str) -> None:
+        from drumline.contact.batching.paged_attention import register_attention
+
+        register_attention()
+        model: Any = self.modules[""]
+        model.set_attn_implementation(name)
 
     def _apply_operations_only(self, message: Message) -> None:
         """Another stage failed: the operations on caches are still done, here as there."""

@@ -49,7 +49,6 @@ REFUSED = {
     "compiled forward": (lambda model: compile_forward(model), "leave its forward"),
     "autocast": (lambda model: autocast(model), "dtype="),
     "copy": (lambda model: copy.deepcopy(model), "several threads"),
-    "continuous batch": (lambda model: model.generate_batch([[5, 6]]), "several threads"),
 }
 IDS = torch.arange(3, 12)[None]
 

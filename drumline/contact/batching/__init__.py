@@ -1,0 +1,1 @@
+"""Verbs over continuous batching: tables of pages, attention over them, and their manager."""

@@ -1,0 +1,259 @@
+"""transformers' continuous batching over tables of blocks alone: the pools are the ranks' own.
+
+Requests, scheduling, chunks of prompts, shared beginnings, forks and sampling are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from drumline.contact.batching import continuous_batching_api as api
+from drumline.contact.batching.paged_attention import BY_SEQUENCE
+from drumline.errors import DrumlineError
+
+BatchSettings = api.ContinuousBatchingConfig
+"""The settings of continuous batching that a script passes."""
+
+STEP_ARGUMENTS = (
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    *("read_index", "write_index", "block_table"),
+    *("logits_indices", "logits_processor_args", "is_causal"),
+)
+"""Of a step, what no layer needs that is told of it by its pool."""
+
+NEW_TOKEN = 1
+"""In the list of what a window reads, the number of a token that this very pass brings."""
+
+UNLIMITED = 1e9
+"""The share of this host's memory that the tables take for granted: the ranks' own is counted."""
+
+
+DEFAULTS = {
+    "use_cuda_graph": (None, False, (False, False)),
+    "use_async_batching": (None, False),
+    "varlen_compile_config": (None,),
+    "decode_compile_config": (None,),
+    "default_compile_level": (0,),
+    "cpu_offload_space": (0,),
+}
+"""By name, the values of settings that a model over ranks takes; with others, one process alone."""
+
+
+def refused_settings(settings: Any) -> list[str]:
+    """Settings that are for one process alone, each with its value."""
+    values = {name: getattr(settings, name, taken[0]) for name, taken in DEFAULTS.items()}
+    return [f"{name}={value!r}" for name, value in values.items() if value not in DEFAULTS[name]]
+
+
+def kinds_of_layers(config: Any) -> list[int]:
+    """The number of each layer's kind of attention. Raises ValueError for one without pages."""
+    kinds = api.group_layers_by_attn_type(config).values()
+    kind_by_layer = {layer: kind for kind, layers in enumerate(kinds) for layer in layers}
+    return [kind_by_layer[layer] for layer in sorted(kind_by_layer)]
+
+
+def block_nbytes(config: Any, dtype: torch.dtype, page_size: int) -> int:
+    """The bytes of all layers' keys and values of one page of tokens."""
+    width = api.find_num_key_value_heads(config) * api.find_head_dim(config)
+    return int(2 * width * dtype.itemsize * page_size * config.num_hidden_layers)
+
+
+class Pools(Protocol):
+    """The pools of all ranks, as rank 0 changes them; its own layers' among them."""
+
+    number: int
+
+    def begin_step(self, *tensors: torch.Tensor) -> None: ...
+    def copy_tokens(self, kind: int, sources: torch.Tensor, targets: torch.Tensor) -> None: ...
+    def update(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def kept_manager(model: Any, driver: Any) -> Any:
+    """The manager that was kept for the next batch, if its ranks are those of the driver, and
+    there; None otherwise."""
+    manager: Any = getattr(model, "_cached_continuous_batching_manager", None)
+    is_ours = isinstance(manager, PagedManager) and manager.ranks.driver is driver
+    if not is_ours or manager.failure is not None:
+        return None
+    manager.switch_to_cb_friendly_attn(model)
+    return manager
+
+
+MakePools = Callable[[list[int], list[int], list[int]], Pools]
+"""Of the kind of each layer, and of each kind the tokens and the window: see PagedPool."""
+
+
+class PagedTables(api.PagedAttentionCache):  # type: ignore[misc]
+    """The tables of blocks of all requests, and no keys and values: these are in the pools."""
+
+    def __init__(self, make_pools: MakePools, **arguments: Any):
+        super().__init__(device=torch.device("meta"), **arguments)
+        allocators = list(self.cache_allocators.values())
+        assert {each.sentinel_index for each in allocators} == {NEW_TOKEN}
+        for allocator in allocators:  # every layer's memory is its own, so blocks are neighbours
+            allocator.block_physical_stride = allocator.tokens_per_page
+            allocator.write_trash_index = allocator.tokens_per_page * allocator.blocks_per_sector
+        numbers = range(max(self.layer_to_allocator) + 1)
+        kinds = [self.layer_to_allocator[number].index for number in numbers]
+        blocks = [(self.num_sectors + 2) * each.blocks_per_sector for each in allocators]
+        num_tokens = [n * each.tokens_per_page for n, each in zip(blocks, allocators, strict=True)]
+        windows = [getattr(each, "sliding_window", 0) for each in allocators]
+        self.pools = make_pools(kinds, num_tokens, windows)
+        self.pool_number = self.pools.number
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        kwargs: dict[str, Any] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep the keys and values of a layer of rank 0; returns all that it attends to."""
+        return self.pools.update(key_states, value_states, layer_idx, kwargs)
+
+    def begin_step(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Tell the pools of a step; returns the arguments of the model without what they know."""
+        own = {name: arguments.pop(name, None) for name in STEP_ARGUMENTS}
+        tensors = [own["cu_seq_lens_q"]]
+        for name, allocator in self.cache_allocators.items():
+            tensors += [own[key][allocator.index] for key in ("read_index", "write_index")]
+            tensors.append(own["cu_seq_lens_k"][name])
+        self.pools.begin_step(*tensors)
+        return arguments
+
+    def perform_cache_copy(self, copy_src_and_dst: dict[str, Any]) -> None:
+        """Copy blocks in the pools of all ranks, as a fork of a request wants it."""
+        for name, pairs in copy_src_and_dst.items():
+            allocator = self.cache_allocators[name]
+            places = torch.arange(allocator.tokens_per_page)
+            starts = [torch.tensor(blocks)[:, None] * len(places) for blocks in pairs if blocks]
+            if starts:
+                sources, targets = [(start + places).flatten() for start in starts]
+                self.pools.copy_tokens(allocator.index, sources, targets)
+
+
+class SteppedModel:
+    """The model as transformers calls it, in steps of a batch."""
+
+    def __init__(self, model: Any, tables: PagedTables):
+        self.model, self.tables = model, tables
+
+    def _supports_logits_to_keep(self) -> bool:
+        return bool(self.model._supports_logits_to_keep())
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self.model(**self.tables.begin_step(arguments))
+
+
+class BatchRanks(Protocol):
+    """The model's ranks, as a batch needs them."""
+
+    def use_attention(self, manager: Any, name: str) -> None: ...
+    def release_attention(self, manager: Any) -> None: ...
+    def num_blocks(self, settings: Any, hints: Any) -> int: ...
+    def make_pools(self, kinds: list[int], num_tokens: list[int], windows: list[int]) -> Pools: ...
+    @property
+    def driver(self) -> Any: ...
+    @property
+    def loaded_attention(self) -> str: ...
+
+
+class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
+    """transformers' manager, over the pools of all ranks. What ends its thread is raised to whoever
+    adds a request, waits for a result or stops it."""
+
+    def __init__(self, ranks: BatchRanks, model: Any, hints: Any, **options: Any):
+        self.ranks, self._hints = ranks, hints
+        super().__init__(model=model, workload_hints=hints, **options)
+        settings = self.continuous_batching_config
+        settings.use_cuda_graph, settings.use_async_batching = (False, False), False
+        settings.varlen_compile_config = settings.decode_compile_config = None
+        settings.max_blocks_per_request = 0  # tables of blocks in kernels, on one rank only
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        """Have every rank attend to each sequence by itself."""
+        loaded = self.ranks.loaded_attention
+        if "flash" in loaded:
+            return
+        if loaded not in BY_SEQUENCE or not model._can_set_attn_implementation():
+            raise DrumlineError(
+                f"rank 0: {type(model).__name__} attends by {loaded!r}, of which there is nothing "
+                "over pages, so it cannot be batched continuously; load it with "
+                "attn_implementation='sdpa' or 'eager', or use generate()."
+            )
+        self.ranks.use_attention(self, BY_SEQUENCE[loaded])
+
+    @property
+    def failure(self) -> Exception | None:
+        """The error that ended the thread, if one did."""
+        return self.background_thread_status.fatal_error  # type: ignore[no-any-return]
+
+    def add_request(self, *args: Any, **kwargs: Any) -> str | None:
+        self._raise_failure()
+        return super().add_request(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def get_result(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().get_result(*args, **kwargs)
+        if result is None:
+            self._raise_failure()
+        return result
+
+    def stop(self, *args: Any, keep_for_next_session: bool = False, **kwargs: Any) -> None:
+        keep = keep_for_next_session and self.failure is None
+        super().stop(*args, keep_for_next_session=keep, **kwargs)
+        self.ranks.release_attention(self)
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def _generation_step(self) -> None:
+        processor = self.batch_processor
+        assert processor is not None
+        processor._generation_step(SteppedModel(self.model, processor.cache))
+
+    def _create_batch_processor(self) -> Any:
+        """As transformers does it, with tables whose size comes from the memory of all ranks."""
+        if self.batch_processor is not None:
+            self.batch_processor.reset()
+            return self.batch_processor
+        settings, model = self.continuous_batching_config, self.model
+        config = model.config.get_text_config()
+        settings.num_blocks = self.ranks.num_blocks(settings, self._hints)
+        settings.max_memory_percent = UNLIMITED
+        tables = PagedTables(
+            self.ranks.make_pools,
+            config=config,
+            continuous_batching_config=settings,
+            distributed_helper=self.distributed_helper,
+            dtype=model.dtype,
+            model_supports_logits_to_keep=model._supports_logits_to_keep(),
+        )
+        self._use_prefix_sharing = tables.use_prefix_sharing
+        api.update_cb_config_after_cache_creation(
+            settings, tables.num_blocks, tables.max_batch_tokens
+        )
+        kind = api.SCHEDULER_MAPPING.get(settings.scheduler_type, api.SCHEDULER_MAPPING["fifo"])
+        return api.ContinuousBatchProcessor(
+            cache=tables,
+            config=config,
+            generation_config=self.generation_config,
+            continuous_batching_config=settings,
+            logit_processor=self.logit_processor,
+            input_queue=self.input_queue,
+            cancel_queue=self.cancel_queue,
+            output_router=self.output_router,
+            background_thread_status=self.background_thread_status,
+            model_device=model.device,
+            model_dtype=model.dtype,
+            scheduler=kind(
+                cache=tables,
+                safety_margin=settings.safety_margin,
+                max_requests_per_batch=settings.max_requests_per_batch,
+            ),
+            distributed_helper=self.distributed_helper,
+        )

@@ -1,0 +1,179 @@
+"""transformers' continuous batching over ranks: rank 0 has the tables, each rank its layers' pages.
+
+outputs = model.generate_batch([[1, 5, 9], [1, 7]], generation_config=settings)
+
+A step is one message: operations bring the tokens to read and to write, and the calls of the layers
+follow. There is no log of what a cache holds, so a pass that fails leaves nothing to mend.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from drumline.contact.model_parts import attention_of
+from drumline.core.device_map import Place
+from drumline.errors import DrumlineError, PlanError, RefusedUse
+from drumline.kv_cache.owner import make_pool
+from drumline.pipeline.driver import PipelineDriver
+from drumline.pipeline.remote_layer import cache_layers
+
+MAX_UNTOLD_TOKENS = 1 << 12
+"""Of a request, where neither it nor the model's config says how long it can be."""
+
+
+class PoolsOfRanks:
+    """The pools of all ranks as rank 0 changes them. own: that of rank 0's layers."""
+
+    def __init__(self, driver: PipelineDriver | None, *shape: list[int]):
+        self.driver, self.own = driver, make_pool(*shape)
+        self.update = self.own.update
+        self.number = 0
+        if driver is not None:
+            self.number = driver.next_cache()
+            weakref.finalize(self, driver.forget, self.number)
+        self._record("create_pool", *shape)
+
+    def begin_step(self, *tensors: torch.Tensor) -> None:
+        """Let every rank know the tokens of the next pass."""
+        self.own.begin_step(*tensors)
+        self._record("begin_step", *tensors)
+
+    def copy_tokens(self, kind: int, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        self.own.copy_tokens(kind, sources, targets)
+        self._record("copy_tokens", kind, sources, targets)
+
+    def _record(self, operation: str, *arguments: Any) -> None:
+        if self.driver is not None:
+            self.driver.record(operation, self.number, *arguments)
+
+
+class BatchedRanks:
+    """The ranks of a model as a manager of batches uses them, see `paged_batches.BatchRanks`."""
+
+    def __init__(self, model: Any):
+        self.model, self.driver = model, model._driver
+        self.loaded_attention = str(attention_of(model.config))
+        self._managers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def use_attention(self, manager: Any, name: str) -> None:
+        """Have all layers attend so as long as a manager is there."""
+        self._managers.add(manager)
+        if attention_of(self.model.config) != name:
+            self.model._use_attention(name)
+
+    def release_attention(self, manager: Any) -> None:
+        """Have all layers attend as they were loaded, unless another manager is there."""
+        self._managers.discard(manager)
+        if not self._managers and attention_of(self.model.config) != self.loaded_attention:
+            self.model._use_attention(self.loaded_attention)
+
+    def make_pools(self, *shape: list[int]) -> PoolsOfRanks:
+        return PoolsOfRanks(self.driver, *shape)
+
+    def num_blocks(self, settings: Any, hints: Any) -> int:
+        """The blocks of the whole model for which every rank has memory, and no more than requests
+        can fill. Raises PlanError if `settings` name more."""
+        from drumline.contact.batching import paged_batches
+
+        config = self.model.config.get_text_config()
+        kinds = paged_batches.kinds_of_layers(config)
+        nbytes = paged_batches.block_nbytes(config, self.model.dtype, settings.page_size)
+        room = {
+            place: int(free * settings.max_memory_percent / (nbytes * share))
+            for place, (free, share) in self._free_and_share(kinds).items()
+        }
+        place, num_blocks = min(room.items(), key=lambda item: item[1], default=((0, ""), 1 << 40))
+        requested = settings.num_blocks
+        if num_blocks < max(requested or 1, 1):
+            raise PlanError(
+                f"rank {place[0]}: {place[1]} has memory for the keys and values of {num_blocks} "
+                f"blocks of {settings.page_size} tokens, and {requested or 1} are needed; give "
+                "a smaller num_blocks or page_size, or load the model over more ranks."
+            )
+        if requested is not None:
+            return int(requested)
+        return min(num_blocks, self._max_useful(config, settings, hints) * len({*kinds}))
+
+    def _free_and_share(self, kinds: list[int]) -> dict[Place, tuple[int, float]]:
+        """By place with layers: the bytes left beside weights, and its share of a block."""
+        device_map, num_layers = self.model.device_map, Counter(kinds)
+        shares: Counter[Place] = Counter()
+        for rank in device_map.ranks:
+            for name, device in device_map.runs_on(rank).items():
+                for number in cache_layers(self.model.get_submodule(name)):
+                    if number < len(kinds):
+                        shares[rank, device] += 1 / num_layers[kinds[number]]  # type: ignore[assignment]
+        free = device_map.free_nbytes
+        return {
+            place: (free[place] - device_map.used(place), share)
+            for place, share in shares.items()
+            if place in free
+        }
+
+    @staticmethod
+    def _max_useful(config: Any, settings: Any, hints: Any) -> int:
+        """The blocks of one kind that requests can fill, with as many again for what they share."""
+        tokens = getattr(hints, "max_prompt_length", 0) + getattr(hints, "max_generated_length", 0)
+        if not getattr(hints, "max_generated_length", 0):
+            tokens = getattr(config, "max_position_embeddings", None) or MAX_UNTOLD_TOKENS
+        num_blocks = -(-int(tokens) // int(settings.page_size)) + 1
+        return 2 * num_blocks * int(settings.max_requests_per_batch)
+
+
+class PagedGenerationMixin:
+    """Mixed into the class of a model: it is batched continuously, over all of its ranks."""
+
+    _driver: PipelineDriver | None
+    _prefetcher: Any
+    config: Any
+
+    @cached_property
+    def _batched_ranks(self) -> BatchedRanks:
+        return BatchedRanks(self)
+
+    def init_continuous_batching(
+        self,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+    ) -> Any:
+        """The manager of continuous batches, as transformers has it, with pages on every rank.
+
+        Raises RefusedUse for settings that one process alone can have, and DrumlineError for a
+        model whose attention is not over pages. If a rank is lost, the manager's thread ends, and
+        PeerLost is raised to whoever adds a request, waits for a result or stops it.
+        """
+        if self._driver is None and self._prefetcher is None and self.device.type != "cpu":  # type: ignore[attr-defined]
+            return super().init_continuous_batching(  # type: ignore[misc]
+                generation_config, continuous_batching_config, workload_hints
+            )
+        from drumline.contact.batching import paged_batches
+
+        if (kept := paged_batches.kept_manager(self, self._driver)) is not None:
+            return kept
+        if self.config.is_encoder_decoder:
+            raise DrumlineError(
+                f"rank 0: {type(self).__name__} has an encoder, and continuous batching is for "
+                "models of a decoder alone; use generate()."
+            )
+        generation: Any = generation_config or self.generation_config  # type: ignore[attr-defined]
+        if generation.eos_token_id is None:
+            generation.eos_token_id = -1  # as transformers does it: no token ends a text
+        settings = continuous_batching_config or paged_batches.BatchSettings()
+        if refused := paged_batches.refused_settings(settings):
+            raise RefusedUse(
+                f"rank 0: {', '.join(refused)} of continuous batching are for a model in one "
+                "process, and this one has layers on other ranks or on disk; leave them out."
+            )
+        return paged_batches.PagedManager(
+            self._batched_ranks,
+            self,
+            workload_hints,
+            generation_config=generation,
+            continuous_batching_config=settings,
+        )
