@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from benchmarks.table import Table, alternate, spread
-from communicator.backends.plugin import load
+from communicator import Communicator
 from coordinator import Coordinator
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +67,7 @@ def measure(stack: ExitStack, table: Table, repeats: int) -> None:
     path = compiled(folder)
     counting, tensor = ctypes.CDLL(str(path)), torch.ones(1024)
     coor = stack.enter_context(Coordinator())
-    ours = stack.enter_context(load(str(path))(coor)).allreduce
+    ours = stack.enter_context(Communicator(coor, backend=str(path))).allreduce
     calls = {OURS: ours, **dict(peers(counting)), **dict(gloo(stack))}
     cases = {("allreduce", name): partial(ns, call, tensor) for name, call in calls.items()}
     new = {(NEW, name): partial(ns_of_new, calls[name], tensor) for name in (OURS, CTYPES)}

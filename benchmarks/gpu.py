@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from benchmarks.calls import FLOAT32, SUM, PyncclLike
 from benchmarks.table import Table, alternate, spread
+from communicator import Communicator
 from communicator.backends.nccl import Nccl, nccl_library, oneshot
 from communicator.backends.nccl.cupy import Cupy
 from communicator.backends.nccl.oneshot import Algorithm
@@ -99,8 +100,8 @@ def _peers(
     stack: ExitStack, coor: Coordinator, tensor: torch.Tensor
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """Each way to make the call. What has to be closed lies on the stack."""
-    blocking = stack.enter_context(Nccl(coor, device=0, blocking=True))
-    waiting = stack.enter_context(Nccl(coor, device=0))
+    blocking = stack.enter_context(Communicator._of(Nccl, coor, device=0, blocking=True))
+    waiting = stack.enter_context(Communicator._of(Nccl, coor, device=0))
     yield "communicator, nccl, blocking", lambda: blocking.allreduce(tensor)
     yield "communicator, nccl", lambda: waiting.allreduce(tensor)
     scaled = blocking.scaled_sum(1.0, torch.float32)
@@ -139,7 +140,7 @@ def _optional(
     stream = torch.cuda.current_stream().cuda_stream
     at, count = tensor.data_ptr(), tensor.numel()
     try:
-        through_cupy = stack.enter_context(Cupy(coor, device=0))._comm
+        through_cupy = stack.enter_context(Communicator._of(Cupy, coor, device=0))._comm
         yield (
             "cupy.cuda.nccl, addresses ready",
             lambda: through_cupy.allReduce(at, at, count, FLOAT32, SUM, stream),

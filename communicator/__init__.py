@@ -6,8 +6,9 @@ with Communicator(Coordinator()) as comm:
 
 from importlib.metadata import PackageNotFoundError, version
 
-from communicator.base import Capabilities, Communicator
+from communicator.backend import Backend, Capabilities
 from communicator.calls.dtypes import DTYPES, OPS, DtypeInfo, OpInfo, dtype_info, op_name
+from communicator.communicator import Communicator
 from communicator.errors import CommunicatorError, CommunicatorTimeout, PeerLost, Unsupported
 from communicator.selection import backend_class, backend_names, import_builtin
 
@@ -19,6 +20,7 @@ except PackageNotFoundError:  # a source tree that is not installed
 __all__ = [
     "DTYPES",
     "OPS",
+    "Backend",
     "Capabilities",
     "Communicator",
     "CommunicatorError",

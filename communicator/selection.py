@@ -1,7 +1,7 @@
 """Selection of a backend: the requested one, or the best that every rank can use.
 
 Backends are found by name, here or among the entry points of the group `communicator.backends`
-(name -> subclass of Communicator). No plugin is imported before it is requested.
+(name -> subclass of Backend). No plugin is imported before it is requested.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
-from communicator.base import Communicator
+from communicator.backend import Backend
 from communicator.errors import Unsupported
 from communicator.own_gpu import own_ordinal
 from coordinator import Coordinator
@@ -47,7 +47,7 @@ def import_builtin() -> None:
                 backend_class(name)
 
 
-def backend_class(name: str) -> type[Communicator]:
+def backend_class(name: str) -> type[Backend]:
     """The class of a backend by name. Raises Unsupported if there is none, or it does not load."""
     name = ALIASES.get(name, name)
     if name in BUILTIN:
@@ -65,7 +65,7 @@ def backend_class(name: str) -> type[Communicator]:
 
 def choose(
     coor: Coordinator, backend: Any, device_type: str | None = None, has_gpu: bool = False
-) -> type[Communicator]:
+) -> type[Backend]:
     """The class to use, the same on every rank. Collective over coor.
 
     device_type: whose memory it must move, if that matters. has_gpu: the caller names its GPU.
@@ -80,7 +80,7 @@ def choose(
 
 def choose_for_devices(
     coor: Coordinator, device_types: Sequence[str]
-) -> dict[str, type[Communicator] | None]:
+) -> dict[str, type[Backend] | None]:
     """The best class for each kind of device, or None, in one exchange. Collective over coor."""
     chosen, _ = _vote(coor, backend_names(), device_types, is_requested=False)
     return {kind: None if name is None else _resolve(name) for kind, name in chosen.items()}
@@ -116,11 +116,11 @@ def _best(ballots: list[Ballot], names: Iterable[str]) -> str | None:
     return max(usable, key=lambda name: (usable[name], name)) if usable else None
 
 
-def _resolve(item: Any) -> type[Communicator]:
-    if isinstance(item, type) and issubclass(item, Communicator):
+def _resolve(item: Any) -> type[Backend]:
+    if isinstance(item, type) and issubclass(item, Backend):
         return item
     if not isinstance(item, str | os.PathLike):
-        raise Unsupported(f"backend={item!r} is neither a name, a path, nor a Communicator class")
+        raise Unsupported(f"backend={item!r} is neither a name, a path, nor a Backend class")
     if not is_file(item):
         return backend_class(str(item))
     path = os.path.abspath(item)  # a bare name would be looked for in the system's folders
@@ -138,9 +138,7 @@ def _label(item: Any) -> str:
     return getattr(item, "__name__", repr(item))
 
 
-def _exclusion_reason(
-    backend: type[Communicator], device_type: str | None, is_requested: bool
-) -> str:
+def _exclusion_reason(backend: type[Backend], device_type: str | None, is_requested: bool) -> str:
     """Why a class cannot be selected, whatever its probe says; "" if it can."""
     if backend.capabilities.only_by_name and not is_requested:
         return "it is used only if named"
@@ -199,14 +197,14 @@ def _entry_points() -> list[Any]:
     return list(entry_points(group="communicator.backends"))
 
 
-def _import(name: str, load: Callable[[], Any]) -> type[Communicator]:
+def _import(name: str, load: Callable[[], Any]) -> type[Backend]:
     try:
         backend = load()
     except (ImportError, OSError, AttributeError) as error:
         raise Unsupported(f"the backend {name!r} does not load: {error}") from error
-    if not (isinstance(backend, type) and issubclass(backend, Communicator)):
+    if not (isinstance(backend, type) and issubclass(backend, Backend)):
         raise Unsupported(
             f"the backend {name!r} is {backend!r}, and no subclass of "
-            "communicator.Communicator. Let its entry point name one."
+            "communicator.Backend. Let its entry point name one."
         )
     return backend

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import AllreduceOptions, BarrierOptions
 
-from communicator.backends.tagged_p2p import TaggedP2PCommunicator, as_bytes
+from communicator.backends.tagged_p2p import TaggedP2PBackend, as_bytes
 from communicator.calls import call_check
 from communicator.calls.dtypes import OPS, keeps_nan
 from communicator.calls.failures import describe_late, describe_lost
@@ -33,7 +33,7 @@ REDUCED = {
 }
 
 
-class Gloo(TaggedP2PCommunicator):
+class Gloo(TaggedP2PBackend):
     """gloo on a process group of its own; what it cannot reduce is reduced here, by rank.
 
     Every collective is compared among the ranks before it starts, the first ones by their
@@ -46,8 +46,8 @@ class Gloo(TaggedP2PCommunicator):
     def probe(cls, coor: Coordinator) -> int:
         return 10
 
-    def do_open(self) -> None:
-        super().do_open()
+    def open(self) -> None:
+        super().open()
         self._gloo: Any = None
         if self.world_size == 1:
             return
@@ -61,22 +61,22 @@ class Gloo(TaggedP2PCommunicator):
     def _timeout(self) -> timedelta:
         return timedelta(seconds=self.timeout_s)
 
-    def do_close(self) -> None:
+    def close(self) -> None:
         if self._gloo is not None:
             self._gloo.shutdown()
             self._gloo = None
 
-    def _check_same_call(
+    def compare_call(
         self, call: str, tensor: torch.Tensor | None = None, details: str = ""
     ) -> None:
         if self.world_size == 1 or self._num_compared < self.capabilities.checked_calls:
-            return super()._check_same_call(call, tensor, details)
+            return super().compare_call(call, tensor, details)
         self._num_compared += 1
         description = call_check.describe_call(call, tensor, details)
         digest = zlib.crc32(description.encode())
         # The largest digest and the smallest, which costs less than to gather all.
         extremes = torch.tensor([digest, -digest])
-        self.do_allreduce(extremes, extremes, "max")
+        self.allreduce(extremes, extremes, "max")
         if extremes.sum().item() != 0:
             call_check.compare(self, self._num_compared, description)
 
@@ -89,19 +89,19 @@ class Gloo(TaggedP2PCommunicator):
         with self._translated_errors(call):
             work.wait(self._timeout)
 
-    def do_barrier(self) -> None:
+    def barrier(self) -> None:
         options = BarrierOptions()
         options.timeout = self._timeout
         with self._translated_errors("barrier"):
             self._gloo.barrier(options).wait(self._timeout)
 
-    def do_broadcast(self, tensor: torch.Tensor, src: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         with self._translated_errors("broadcast"):
             self._gloo.broadcast(as_bytes(tensor), src).wait(self._timeout)
 
-    def do_allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+    def allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         if tensor.dtype not in REDUCED or not keeps_nan(tensor.dtype, op):
-            return super().do_allreduce(out, tensor, op)
+            return super().allreduce(out, tensor, op)
         if out is not tensor:
             out.copy_(tensor)
         options = AllreduceOptions()
@@ -112,7 +112,7 @@ class Gloo(TaggedP2PCommunicator):
         if op == "avg":
             out.div_(self.world_size)
 
-    def do_allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+    def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         with self._translated_errors("allgather"):
             work = torch_private.gloo_allgather(self._gloo, as_bytes(out), as_bytes(tensor))
             work.wait(self._timeout)

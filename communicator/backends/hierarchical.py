@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from communicator import timings
-from communicator.backends.tagged_p2p import TaggedP2PCommunicator
+from communicator.backend import Backend, Capabilities
+from communicator.backends.tagged_p2p import TaggedP2PBackend
 from communicator.backends.tcp import Tcp
-from communicator.base import Capabilities, Communicator
 from communicator.calls import call_check, programs
 from communicator.calls.async_work import AsyncWork
 from communicator.calls.default_collectives import P2PCall, accumulator
@@ -34,6 +34,7 @@ from communicator.calls.failures import describe_late, describe_lost, report, ru
 from communicator.calls.programs import Buffer, CollectiveProgram, exchange, row
 from communicator.calls.scheduled_collectives import SubgroupCollectives
 from communicator.calls.schedules import Slice, parts
+from communicator.communicator import Communicator
 from communicator.errors import (
     CommunicatorError,
     CommunicatorTimeout,
@@ -52,7 +53,7 @@ Nodes = tuple[tuple[int, ...], ...]
 Phase = Callable[[torch.Tensor], None]
 
 
-class Hierarchical(Communicator):
+class Hierarchical(Backend):
     """The best communicator of each node, and one of all ranks for what goes between nodes.
 
     between: the backend for that.
@@ -70,10 +71,10 @@ class Hierarchical(Communicator):
             )
         return 50
 
-    def do_open(self, between: str = "tcp") -> None:
+    def open(self, between: str = "tcp") -> None:
         self._resources = ExitStack()
         network = backend_class(between)
-        if not issubclass(network, (TaggedP2PCommunicator, Tcp)):
+        if not issubclass(network, (TaggedP2PBackend, Tcp)):
             raise ValueError(
                 f"{self._me}: between={between!r} does not reach other nodes by itself. Take "
                 "'tcp', 'gloo' or 'mpi'."
@@ -86,12 +87,14 @@ class Hierarchical(Communicator):
         try:
             run_on_all_ranks(self.coor, lambda: self._open_parts(network))
         except DrumlineError:
-            self.do_close()
+            self.close()
             raise
 
     def _open_parts(self, network: Any) -> None:
         """Open the communicators of all ranks, and of this node."""
-        self._network = self._resources.enter_context(network(self.coor, timeout_s=self.timeout_s))
+        self._network = network(self.coor, timeout_s=self.timeout_s)
+        self._resources.callback(self._close_network)
+        self._network.open()
         with self.coor.split(self._node_ranks) as coor:  # type: ignore[union-attr]  # it is in it
             local = Communicator(coor, timeout_s=self.timeout_s)
         self._local = self._resources.enter_context(local)
@@ -110,8 +113,16 @@ class Hierarchical(Communicator):
         )
         self._places = torch.tensor([*places])  # of each rank in rows of nodes with so many columns
 
-    def do_close(self) -> None:
+    def close(self) -> None:
         self._resources.close()
+
+    def _close_network(self) -> None:
+        self._network.is_closed = True
+        self._network.close()
+
+    def disown(self, error: CommunicatorError) -> None:
+        super().disown(error)
+        self._network.disown(error)
 
     def set_timeout(self, timeout_s: float) -> None:
         super().set_timeout(timeout_s)
@@ -122,21 +133,21 @@ class Hierarchical(Communicator):
         self._network.abort()
         self._local.abort()
 
-    def _check_same_call(
+    def compare_call(
         self, call: str, tensor: torch.Tensor | None = None, details: str = ""
     ) -> None:
         """Compare the first calls before anything moves, and later ones by their messages."""
         self._network.collective = "comparison"
-        super()._check_same_call(call, tensor, details)
+        super().compare_call(call, tensor, details)
         self._network.collective = call_check.describe_call(call, tensor, details)
 
-    def do_decline(self, why: str) -> None:
+    def decline(self, why: str) -> None:
         if self._num_compared < self.capabilities.checked_calls:
-            return super().do_decline(why)
+            return super().decline(why)
         self._network.collective = call_check.DECLINED  # without why: the same on all that decline
-        self.do_barrier()
+        self.barrier()
 
-    def do_allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+    def allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         total, op_of_part = _accumulator(tensor, out), _partial_op(op)
 
         def reduce_in_node(segment: torch.Tensor) -> None:
@@ -145,13 +156,13 @@ class Hierarchical(Communicator):
 
         def reduce_between(segment: torch.Tensor) -> None:
             for part, column in self._parts(segment):
-                column.do_allreduce(part, part, op_of_part)
+                column.allreduce(part, part, op_of_part)
 
         with self._failing_together("allreduce"):
             if total.nbytes <= LEADER_NBYTES:
                 self._local.reduce(total, 0, op_of_part)
                 if self._leaders:
-                    self._leaders.do_allreduce(total, total, op_of_part)
+                    self._leaders.allreduce(total, total, op_of_part)
                 self._local.broadcast(total, 0)
             else:
                 self._in_segments(total, reduce_in_node, reduce_between, self._share_parts)
@@ -192,13 +203,13 @@ class Hierarchical(Communicator):
         for place, piece in enumerate(self._pieces(tensor)):
             self._local.broadcast(piece, place % len(self._node_ranks))
 
-    def do_reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: str) -> None:
+    def reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: str) -> None:
         total, node = _accumulator(tensor), self._node_of[dst]
         with self._failing_together("reduce"):
             self._local.reduce(total, 0, _partial_op(op))
             if self._leaders:
                 target = total if node == self._node else None
-                self._leaders.do_reduce(target, total, node, _partial_op(op))
+                self._leaders.reduce(target, total, node, _partial_op(op))
             if self.rank != dst and self.rank == self._nodes[node][0]:
                 self._local.send(total, self._node_ranks.index(dst))
             elif out is not None and not self._leaders:
@@ -206,7 +217,7 @@ class Hierarchical(Communicator):
         if out is not None:
             self._write_result(out, total, op)
 
-    def do_reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         result = out.view(-1)
         rows = tensor.view(self.world_size, result.numel())
         works = []
@@ -228,7 +239,7 @@ class Hierarchical(Communicator):
                 rows[self._node] = total[self.rank]
                 self._write_result(result, column.reduce_parts(rows, _partial_op(op)), op)
 
-    def do_broadcast(self, tensor: torch.Tensor, src: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         tensor, node = _bytes(tensor), self._node_of[src]
 
         def give_to_node(segment: torch.Tensor) -> None:
@@ -237,7 +248,7 @@ class Hierarchical(Communicator):
 
         def give_to_nodes(segment: torch.Tensor) -> None:
             for part, column in self._parts(segment):
-                column.do_broadcast(part, node)
+                column.broadcast(part, node)
 
         def share(segment: torch.Tensor) -> None:
             if node != self._node:
@@ -248,11 +259,11 @@ class Hierarchical(Communicator):
                 return self._in_segments(tensor, give_to_node, give_to_nodes, share)
             give_to_node(tensor)
             if self._leaders:
-                self._leaders.do_broadcast(tensor, node)
+                self._leaders.broadcast(tensor, node)
             if node != self._node:
                 self._local.broadcast(tensor, 0)
 
-    def do_allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+    def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         tensor = _bytes(tensor)
         out = _bytes(out).view(self.world_size, tensor.numel())
         if out.nbytes <= LEADER_NBYTES:
@@ -276,7 +287,7 @@ class Hierarchical(Communicator):
         with self._failing_together("allgather"):
             own[: len(self._node_ranks)] = self._local.allgather(tensor)
             if self._leaders:
-                self._leaders.do_allgather(rows, own)
+                self._leaders.allgather(rows, own)
             self._local.broadcast(rows, 0)
         torch.index_select(rows.flatten(0, 1), 0, self._places, out=out)
 
@@ -293,7 +304,7 @@ class Hierarchical(Communicator):
                 begin, end = (numel * rank + edge for edge in segment)
                 self._local.broadcast(flat[begin:end], place % len(self._node_ranks))
 
-    def do_alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+    def alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         out, tensor = (_bytes(rows).view(self.world_size, rows[0].nbytes) for rows in (out, tensor))
         with self._failing_together("alltoall"):
             work = self._start(lambda: self._swap_between(out, tensor), tensor.nbytes)
@@ -304,28 +315,30 @@ class Hierarchical(Communicator):
         """Alltoall among the ranks of different nodes."""
         self._network.run_program(swapped_rows, tensor, out, "", self._nodes[self._node])
 
-    def do_barrier(self) -> None:
+    def barrier(self) -> None:
         with self._failing_together("barrier"):
             self._local.barrier()
             if self._leaders:
-                self._leaders.do_barrier()
+                self._leaders.barrier()
             self._local.barrier()
 
-    def do_send(self, tensor: torch.Tensor, dst: int) -> None:
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
         with self._failing_together(f"send to {self.rank_name(dst)}", is_collective=False):
             if dst in self._node_ranks:
                 self._local.send(tensor, self._node_ranks.index(dst))
             else:
+                self._network.check_open("send")
                 self._network.send(tensor, dst)
 
-    def do_recv(self, tensor: torch.Tensor, src: int) -> None:
+    def recv(self, tensor: torch.Tensor, src: int) -> None:
         with self._failing_together(f"recv from {self.rank_name(src)}", is_collective=False):
             if src in self._node_ranks:
                 self._local.recv(tensor, self._node_ranks.index(src))
             else:
+                self._network.check_open("recv")
                 self._network.recv(tensor, src)
 
-    def do_group(self, calls: list[P2PCall]) -> None:
+    def group(self, calls: list[P2PCall]) -> None:
         remote = [call for call in calls if call[2] not in self._node_ranks]
         local = [
             (kind, tensor, self._node_ranks.index(peer))
@@ -335,7 +348,7 @@ class Hierarchical(Communicator):
         with self._failing_together("group", is_collective=False):
             pending = self._network.start_group(remote)  # progresses during the local group
             try:
-                self._local.do_group(local)
+                self._local._backend.group(local)
             except DrumlineError as error:
                 if _was_dropped(error):
                     self._network.finish_group(pending)

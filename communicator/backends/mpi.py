@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from communicator import timings
-from communicator.backends.tagged_p2p import TaggedP2PCommunicator, as_bytes
-from communicator.base import Capabilities
+from communicator.backend import Capabilities
+from communicator.backends.tagged_p2p import TaggedP2PBackend, as_bytes
 from communicator.calls.dtypes import OPS, dtype_info, keeps_nan
 from communicator.calls.failures import describe_late, describe_lost
 from communicator.errors import CommunicatorTimeout, PeerLost, Unsupported
@@ -27,7 +27,7 @@ EAGER_TESTS = 200  # of a call before its thread sleeps between them
 SLEEP_FRACTION = 1 / 20  # then it sleeps this part of the time it has waited, so is little late
 
 
-class Mpi(TaggedP2PCommunicator):
+class Mpi(TaggedP2PBackend):
     """Ranks of one mpiexec, or some of them. Used only if named: it starts MPI.
 
     MPI frees a group only where all its ranks ask for it, so close() leaves that to the end of the
@@ -48,8 +48,8 @@ class Mpi(TaggedP2PCommunicator):
         _mpi4py()
         return 20
 
-    def do_open(self) -> None:
-        super().do_open()
+    def open(self) -> None:
+        super().open()
         self._mpi = _mpi4py()
         world = self._mpi.COMM_WORLD
         own_place = [world.Get_rank(), world.Get_size(), _version(self._mpi)]
@@ -72,31 +72,31 @@ class Mpi(TaggedP2PCommunicator):
         start = self._comm.Isend if kind == "send" else self._comm.Irecv
         return start(self._bytes(data), peer, tag)
 
-    def do_barrier(self) -> None:
+    def barrier(self) -> None:
         self.wait_for("barrier", self._comm.Ibarrier())
 
-    def do_broadcast(self, tensor: torch.Tensor, src: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         self.wait_for("broadcast", self._comm.Ibcast(self._bytes(tensor), src))
 
-    def do_allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+    def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         own = self._bytes(_apart(tensor, out))
         self.wait_for("allgather", self._comm.Iallgather(own, self._bytes(out)))
 
-    def do_alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+    def alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         self.wait_for("alltoall", self._comm.Ialltoall(self._bytes(tensor), self._bytes(out)))
 
-    def do_allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+    def allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         if not _is_reduced(tensor, op):
-            return super().do_allreduce(out, tensor, op)
+            return super().allreduce(out, tensor, op)
         if out is not tensor:
             out.copy_(tensor)
         numbers, in_place = self._numbers(out), self._mpi.IN_PLACE
         self.wait_for("allreduce", self._comm.Iallreduce(in_place, numbers, self._op(op)))
         self._average(out, op)
 
-    def do_reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: str) -> None:
+    def reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: str) -> None:
         if not _is_reduced(tensor, op):
-            return super().do_reduce(out, tensor, dst, op)
+            return super().reduce(out, tensor, dst, op)
         if out is None:
             numbers = self._numbers(tensor)
             self.wait_for("reduce", self._comm.Ireduce(numbers, None, self._op(op), dst))
@@ -107,9 +107,9 @@ class Mpi(TaggedP2PCommunicator):
         self.wait_for("reduce", self._comm.Ireduce(in_place, numbers, self._op(op), dst))
         self._average(out, op)
 
-    def do_reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         if not _is_reduced(tensor, op):
-            return super().do_reduce_scatter(out, tensor, op)
+            return super().reduce_scatter(out, tensor, op)
         rows, row = self._numbers(_apart(tensor, out)), self._numbers(out)
         start = self._comm.Ireduce_scatter_block
         self.wait_for("reduce_scatter", start(rows, row, self._op(op)))

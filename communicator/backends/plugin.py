@@ -17,12 +17,13 @@ from typing import Any, ClassVar
 import torch
 
 import communicator._native as _native
+from communicator.backend import Backend
 from communicator.backends.byte_streams import ByteStreams
-from communicator.base import Communicator
+from communicator.calls.checked_calls import CheckedCalls
 from communicator.calls.default_collectives import P2PCall
 from communicator.calls.dtypes import Op
-from communicator.calls.failures import describe_lost, run_on_all_ranks
-from communicator.errors import DrumlineError, PeerLost, Unsupported
+from communicator.calls.failures import run_on_all_ranks
+from communicator.errors import DrumlineError, Unsupported
 from communicator.interceptors.call_checker import CallChecker
 from coordinator import Coordinator
 
@@ -33,26 +34,121 @@ MAX_TIMEOUT_MS = 2**31 - 1
 TORCH_DEVICE = {1: "cpu", 2: "cuda", 10: "cuda"}  # from DLDeviceType; torch calls ROCm "cuda"
 
 
-class PluginCommunicator(Communicator):
-    """A communicator whose work is done by a C library. Options are given to it as "key=value".
+class LibraryCalls(CheckedCalls):
+    """Calls whose arguments are checked in C, where that costs nanoseconds.
 
-    Arguments are checked in C, where that costs nanoseconds. The methods here call the entries of
-    the library; `load` makes a class in which those that a library lacks are composed instead.
+    Those that the library lacks are checked in Python, and composed of others.
+    """
+
+    backend: PluginBackend
+
+    def straight(self) -> dict[str, Callable[..., Any]]:
+        kind, calls = type(self.backend), {"send": self.send, "recv": self.recv}
+        for name in ("allreduce", "broadcast", "reduce", "barrier"):
+            if getattr(kind, name) is getattr(PluginBackend, name):  # not a subclass's own
+                calls[name] = getattr(self.backend._comm, name)
+        return calls
+
+    def _is_offered(self, entry: str) -> bool:
+        return self.backend.offers(entry)
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        if not self._is_offered("broadcast"):
+            return super().broadcast(tensor, src)
+        self.backend.broadcast(tensor, src)
+        return tensor
+
+    def allreduce(
+        self, tensor: torch.Tensor, op: Op = "sum", *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        self.backend.allreduce(tensor if out is None else out, tensor, op)
+        return tensor if out is None else out
+
+    def reduce(self, tensor: torch.Tensor, dst: int = 0, op: Op = "sum") -> torch.Tensor:
+        if not self._is_offered("reduce"):
+            return super().reduce(tensor, dst, op)
+        self.backend.reduce(tensor if self.rank == dst else None, tensor, dst, op)
+        return tensor
+
+    def allgather(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        if not self._is_offered("allgather"):
+            return super().allgather(tensor, out=out)
+        if out is None:
+            size = self.world_size
+            out = self._new("allgather", tensor, lambda shape: (size, *shape))
+        self.backend.allgather(out, tensor)
+        return out
+
+    def reduce_scatter(
+        self, tensor: torch.Tensor, op: Op = "sum", *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if not self._is_offered("reduce_scatter"):
+            return super().reduce_scatter(tensor, op, out=out)
+        result = out
+        if result is None:
+            result = self._new("reduce_scatter", tensor, lambda shape: shape[1:])
+        self.or_decline(lambda: self.backend.reduce_scatter(result, tensor, op))
+        return result
+
+    def alltoall(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        if not self._is_offered("alltoall"):
+            return super().alltoall(tensor, out=out)
+        result = out
+        if result is None:
+            self.backend.check_tensor("alltoall", tensor)
+            result = torch.empty_like(tensor)
+        self.or_decline(lambda: self.backend.alltoall(result, tensor))
+        return result
+
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
+        if self.pending is not None:
+            return super().send(tensor, dst)
+        self._note_peer(dst)
+        self.backend.send(tensor, dst)
+
+    def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
+        if self.pending is not None:
+            return super().recv(tensor, src)
+        self._note_peer(src)
+        self.backend.recv(tensor, src)
+        return tensor
+
+    def barrier(self) -> None:
+        if not self._is_offered("barrier"):
+            return super().barrier()
+        self.backend.barrier()
+
+    def _op(self, call: str, op: Op, tensor: torch.Tensor) -> Any:
+        """The op as it is: C checks it, and knows NCCL's scaled sums."""
+        is_checked = self._is_offered("reduce_scatterv") or isinstance(op, int)
+        return op if is_checked else super()._op(call, op, tensor)
+
+    def _new(
+        self,
+        call: str,
+        tensor: torch.Tensor,
+        shape_of: Callable[[torch.Size], tuple[int, ...]],
+    ) -> torch.Tensor:
+        """An empty tensor for the result of a call, in which C then checks both."""
+        try:
+            return tensor.new_empty(shape_of(tensor.shape))
+        except Exception:
+            self.backend.check_tensor(call, tensor)  # which says why it is none to move
+            raise
+
+
+class PluginBackend(Backend):
+    """A backend whose work is done by a C library. Options are given to it as "key=value".
+
+    The methods here call the entries of the library; `load` makes a class in which those that a
+    library lacks are composed instead.
     """
 
     path: ClassVar[str]
     is_trusted: ClassVar[bool] = False  # not to crash in its probe
     agrees_in_init: ClassVar[bool] = False  # on its version, and whether it failed on a rank
+    call_checker: CallChecker | None = None
     _comm: _native.Comm
-    _call_checker: CallChecker | None = None
-
-    def __init__(self, coor: Coordinator, backend: Any = None, **options: Any) -> None:
-        super().__init__(coor, backend, **options)
-        declared = self.capabilities
-        is_checked = declared.checked_calls > 0 and not declared.compares_every_call
-        if is_checked and self.world_size > 1:
-            self._call_checker = CallChecker(self, declared.checked_calls)
-            self._call_checker.install(self)
 
     @classmethod
     def probe(cls, coor: Coordinator) -> int:
@@ -71,7 +167,7 @@ class PluginCommunicator(Communicator):
             plugin.try_probe()
         return plugin.probe()
 
-    def do_open(self, **options: Any) -> None:
+    def open(self, **options: Any) -> None:
         self._load_plugin()
         name, unique_id = ("", b"") if self.agrees_in_init else self._agree()
         try:
@@ -80,12 +176,23 @@ class PluginCommunicator(Communicator):
             else:
                 run_on_all_ranks(self.coor, lambda: self._init(name, unique_id, options))
         except Exception:
-            self.do_close()
+            self.close()
             raise
+        self._make_call_checker()
 
-    def _straight(self) -> dict[str, Callable[..., Any]]:
-        is_own = type(self).allreduce is PluginCommunicator.allreduce
-        return {"allreduce": self._comm.allreduce} if is_own else {}
+    def _make_call_checker(self) -> None:
+        """Have the first calls compared, unless the library compares every call. Collective."""
+        declared = self.capabilities
+        is_checked = declared.checked_calls > 0 and not declared.compares_every_call
+        if is_checked and self.world_size > 1:
+            self.call_checker = CallChecker(self, declared.checked_calls)
+
+    def own_calls(self) -> LibraryCalls:
+        return LibraryCalls(self)
+
+    def offers(self, entry: str) -> bool:
+        """True if the library has this entry of communicator.h."""
+        return self._plugin.offers(entry)
 
     def _init(self, name: str, unique_id: bytes, options: dict[str, Any]) -> None:
         self._comm = self._plugin.init(
@@ -121,36 +228,24 @@ class PluginCommunicator(Communicator):
                 )
         return proposals[0][1], proposals[0][2]
 
-    def _check_same_call(
+    def compare_call(
         self, call: str, tensor: torch.Tensor | None = None, details: str = ""
     ) -> None:
         """Done already, by the CallChecker or by the library."""
 
-    def is_capturing(self) -> bool:
-        """True while torch's current stream is captured in a CUDA graph."""
-        return (
-            self.device_type == "cuda"
-            and torch.cuda.is_available()
-            and torch.cuda.is_current_stream_capturing()
-        )
+    def compare_parts(self, call: str, tensor: torch.Tensor, details: str) -> None:
+        if self.call_checker is not None:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            self.call_checker.compare_first(f"{call} of {kind} {details}")
 
-    def check_peers(self, call: str) -> None:
-        """Raise PeerLost if a peer that the call would wait for is known dead."""
-        if lost := self._lost_peers():
-            raise PeerLost(
-                f"{self._me} lost a peer before {call}.{describe_lost(lost)} Start all ranks "
-                "again, and look at what those printed last.",
-                lost,
-            )
-
-    def do_close(self) -> None:
-        if self._call_checker is not None:
-            self._call_checker.remove()
+    def close(self) -> None:
+        if self.call_checker is not None:
+            self.call_checker.remove()
         if hasattr(self, "_comm"):  # not if init failed
             self._comm.close()
 
     def set_timeout(self, timeout_s: float) -> None:
-        if self._plugin.offers("set_timeout"):
+        if self.offers("set_timeout"):
             self._comm.set_timeout(_milliseconds(timeout_s))
         elif self.device_type == "cpu":  # else the deadline is that of waiting for the stream
             raise Unsupported(
@@ -166,7 +261,7 @@ class PluginCommunicator(Communicator):
     @property
     def streams(self) -> ByteStreams | None:
         """Streams beside the calls, until close(); None if the library has none."""
-        return self._comm if self._plugin.offers("stream_check") and self.world_size > 1 else None
+        return self._comm if self.offers("stream_check") and self.world_size > 1 else None
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A tensor in memory that the peers reach: allreduce in place of such tensors copies least.
@@ -192,112 +287,56 @@ class PluginCommunicator(Communicator):
         weakref.finalize(memory, _mem_free, self._comm, address).atexit = False
         return torch.frombuffer(memory, dtype=dtype).view(sizes)
 
-    def allreduce(
-        self, tensor: torch.Tensor, op: Op = "sum", *, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return self._comm.allreduce(tensor, op, out)
+    def allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: Op) -> None:
+        self._comm.allreduce(tensor, op, None if out is tensor else out)
 
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        return self._comm.broadcast(tensor, src)
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        self._comm.broadcast(tensor, src)
 
-    def reduce(self, tensor: torch.Tensor, dst: int = 0, op: Op = "sum") -> torch.Tensor:
-        return self._comm.reduce(tensor, dst, op)
+    def reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: Op) -> None:
+        if out is not None and out is not tensor:
+            tensor = out.copy_(tensor)
+        self._comm.reduce(tensor, dst, op)
 
-    def allgather(
-        self,
-        tensor: torch.Tensor,
-        *,
-        out: torch.Tensor | None = None,
-        dim: int | None = None,
-        sizes: Sequence[int] | None = None,
-    ) -> torch.Tensor:
-        if dim is not None or sizes is not None:
-            return super().allgather(tensor, out=out, dim=dim, sizes=sizes)
-        if out is None:
-            size = self.world_size
-            out = self._new("allgather", tensor, lambda shape: (size, *shape))
-        return self._comm.allgather(tensor, out)
+    def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        self._comm.allgather(tensor, out)
 
-    def reduce_scatter(
-        self,
-        tensor: torch.Tensor,
-        op: Op = "sum",
-        *,
-        out: torch.Tensor | None = None,
-        dim: int | None = None,
-        sizes: Sequence[int] | None = None,
-    ) -> torch.Tensor:
-        if dim is not None or sizes is not None:
-            return super().reduce_scatter(tensor, op, out=out, dim=dim, sizes=sizes)
-        if out is None:
-            out = self._new("reduce_scatter", tensor, lambda shape: shape[1:])
-        return self._or_decline(lambda: self._comm.reduce_scatter(tensor, op, out))
-
-    def alltoall(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        if out is None:
-            self._check("alltoall", tensor)
-            out = torch.empty_like(tensor)
-        return self._or_decline(lambda: self._comm.alltoall(tensor, out))
-
-    def _new(
-        self,
-        call: str,
-        tensor: torch.Tensor,
-        shape_of: Callable[[torch.Size], tuple[int, ...]],
-    ) -> torch.Tensor:
-        """An empty tensor for the result of a call, in which C then checks both."""
-        try:
-            return tensor.new_empty(shape_of(tensor.shape))
-        except Exception:
-            self._check(call, tensor)  # which says why it is none to move
-            raise
-
-    def send(self, tensor: torch.Tensor, dst: int) -> None:
-        if self._pending is None:
-            self._note_peer(dst)
-            self._comm.send(tensor, dst)
-        else:
-            super().send(tensor, dst)
-
-    def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
-        if self._pending is None:
-            self._note_peer(src)
-            return self._comm.recv(tensor, src)
-        return super().recv(tensor, src)
-
-    def barrier(self) -> None:
-        self._comm.barrier()
-
-    def do_decline(self, why: str) -> None:
-        if self._plugin.offers("decline"):
-            self._comm.decline(why)
-        elif self._call_checker is not None:
-            self._call_checker.decline(why)
-
-    def do_send(self, tensor: torch.Tensor, dst: int) -> None:
-        self._comm.send(tensor, dst)
-
-    def do_recv(self, tensor: torch.Tensor, src: int) -> None:
-        self._comm.recv(tensor, src)
-
-    def do_allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
-        self._comm.allreduce(tensor, op, out)
-
-    def do_gather(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int) -> None:
-        self._comm.gather(tensor, out, dst)
-
-    def do_scatter(self, out: torch.Tensor, rows: torch.Tensor | None, src: int) -> None:
-        self._comm.scatter(out, rows, src)
-
-    def do_allgatherv(self, out: torch.Tensor, tensor: torch.Tensor, counts: list[int]) -> None:
+    def allgatherv(self, out: torch.Tensor, tensor: torch.Tensor, counts: list[int]) -> None:
         self._comm.allgatherv(tensor, out, counts)
 
-    def do_reduce_scatterv(
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: Op) -> None:
+        self._comm.reduce_scatter(tensor, op, out)
+
+    def reduce_scatterv(
         self, out: torch.Tensor, tensor: torch.Tensor, counts: list[int], op: Op
     ) -> None:
         self._comm.reduce_scatterv(tensor, op, out, counts)
 
-    def do_group(self, calls: list[P2PCall]) -> None:
+    def alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        self._comm.alltoall(tensor, out)
+
+    def gather(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int) -> None:
+        self._comm.gather(tensor, out, dst)
+
+    def scatter(self, out: torch.Tensor, rows: torch.Tensor | None, src: int) -> None:
+        self._comm.scatter(out, rows, src)
+
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
+        self._comm.send(tensor, dst)
+
+    def recv(self, tensor: torch.Tensor, src: int) -> None:
+        self._comm.recv(tensor, src)
+
+    def barrier(self) -> None:
+        self._comm.barrier()
+
+    def decline(self, why: str) -> None:
+        if self.offers("decline"):
+            self._comm.decline(why)
+        elif self.call_checker is not None:
+            self.call_checker.decline(why)
+
+    def group(self, calls: list[P2PCall]) -> None:
         self._comm.group_start()
         try:
             for kind, tensor, peer in calls:
@@ -317,30 +356,33 @@ def _mem_free(comm: _native.Comm, address: int) -> None:
         pass  # closed before: the process gives it back
 
 
-def _empty_private(
-    self: PluginCommunicator, sizes: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
+def _empty_private(self: PluginBackend, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(sizes, dtype=dtype, device=self.device)
 
 
 # By optional entry of the library: the method that calls it, and what stands in for it.
 REPLACEMENTS = {
-    "broadcast": ("broadcast", Communicator.broadcast),
-    "reduce": ("reduce", Communicator.reduce),
-    "allgather": ("allgather", Communicator.allgather),
-    "reduce_scatter": ("reduce_scatter", Communicator.reduce_scatter),
-    "alltoall": ("alltoall", Communicator.alltoall),
-    "gather": ("do_gather", Communicator.do_gather),
-    "scatter": ("do_scatter", Communicator.do_scatter),
-    "allgatherv": ("do_allgatherv", Communicator.do_allgatherv),
-    "reduce_scatterv": ("do_reduce_scatterv", Communicator.do_reduce_scatterv),
-    "barrier": ("barrier", Communicator.barrier),
-    "group_start": ("do_group", Communicator.do_group),
+    **{
+        entry: (entry, getattr(Backend, entry))
+        for entry in (
+            "broadcast",
+            "reduce",
+            "allgather",
+            "allgatherv",
+            "reduce_scatter",
+            "reduce_scatterv",
+            "alltoall",
+            "gather",
+            "scatter",
+            "barrier",
+        )
+    },
+    "group_start": ("group", Backend.group),
     "mem_alloc": ("_empty_shared", _empty_private),
 }
 
 
-def load(path: str) -> type[PluginCommunicator]:
+def load(path: str) -> type[PluginBackend]:
     """The class for the library at path, each of whose methods is decided here.
 
     Raises Unsupported if the library does not implement communicator.h.
@@ -350,4 +392,4 @@ def load(path: str) -> type[PluginCommunicator]:
         raise Unsupported(f"{path} moves memory of device type {plugin.device_type}, unknown here")
     attributes = {"name": path, "path": path, "device_type": TORCH_DEVICE[plugin.device_type]}
     missing = [REPLACEMENTS[entry] for entry in REPLACEMENTS if not plugin.offers(entry)]
-    return type("Library", (PluginCommunicator,), {**attributes, **dict(missing)})
+    return type("Library", (PluginBackend,), {**attributes, **dict(missing)})

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 
-from communicator.backends.plugin import PluginCommunicator
-from communicator.base import Capabilities
+from communicator.backend import Capabilities
+from communicator.backends.plugin import PluginBackend
 from communicator.errors import Unsupported
 from coordinator import Coordinator
 
 
-class Shm(PluginCommunicator):
+class Shm(PluginBackend):
     """Ranks of one node through shared memory: processes or threads, any number of them.
 
     instructions: "plain", "avx2" or "avx512" for the code that adds, of what the processor has;

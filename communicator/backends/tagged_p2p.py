@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from communicator.base import Capabilities, Communicator
+from communicator.backend import Backend, Capabilities
 from communicator.calls import call_check
 from communicator.calls.default_collectives import P2PCall
 from communicator.calls.scheduled_collectives import ProgramRunner
@@ -34,7 +34,7 @@ class PendingMessage:
         self.kind, self.tensor, self.peer, self.number = kind, tensor, peer, number
 
 
-class TaggedP2PCommunicator(ProgramRunner, Communicator):
+class TaggedP2PBackend(ProgramRunner, Backend):
     """A backend over such a library, which provides start_bytes and wait_for."""
 
     capabilities = Capabilities(empty_messages=True)
@@ -43,7 +43,7 @@ class TaggedP2PCommunicator(ProgramRunner, Communicator):
     _largest_tag = 2**31 - 1
     _counts: dict[tuple[str, int], int]  # of messages, by direction and peer
 
-    def do_open(self) -> None:
+    def open(self) -> None:
         self._counts = {}
 
     def start_bytes(self, kind: str, data: torch.Tensor, peer: int, tag: int) -> Any:
@@ -54,21 +54,21 @@ class TaggedP2PCommunicator(ProgramRunner, Communicator):
         """Return when the work has ended. Raises within timeout_s."""
         raise NotImplementedError
 
-    def do_send(self, tensor: torch.Tensor, dst: int) -> None:
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
         pending = self.start_group([("send", tensor, dst)])
         self.finish_group(pending, f"send to {self.rank_name(dst)}")
 
-    def do_recv(self, tensor: torch.Tensor, src: int) -> None:
+    def recv(self, tensor: torch.Tensor, src: int) -> None:
         pending = self.start_group([("recv", tensor, src)])
         self.finish_group(pending, f"recv from {self.rank_name(src)}")
 
-    def do_group(self, calls: list[P2PCall]) -> None:
+    def group(self, calls: list[P2PCall]) -> None:
         self.finish_group(self.start_group(calls))
 
     def run_schedule(self, schedule: Schedule, source: torch.Tensor, target: torch.Tensor) -> None:
         """Run the rounds, which send from source and receive into target, both flat."""
         for sends, recvs in schedule.rounds:
-            self.do_group(
+            self.group(
                 [("send", source[begin:end], peer) for peer, begin, end in sends]
                 + [("recv", target[begin:end], peer) for peer, begin, end in recvs]
             )

@@ -8,16 +8,17 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from communicator import timings
+from communicator.backend import Backend, Capabilities
 from communicator.backends._tcp import ConnectionEnded, Engine
 from communicator.backends.byte_streams import USER_TIMEOUT_MS, configure
-from communicator.base import Capabilities, Communicator
 from communicator.calls import call_check
 from communicator.calls.async_work import AsyncWork, WorkQueue
+from communicator.calls.checked_calls import CheckedCalls
 from communicator.calls.default_collectives import P2PCall
 from communicator.calls.dtypes import OPS, Op, dtype_info, op_name
 from communicator.calls.failures import describe_late, describe_lost, report
@@ -77,7 +78,39 @@ class MessageMismatch(Exception):
     """A peer makes another call, or this one with another tensor or op."""
 
 
-class Tcp(ScheduledCollectives, Communicator):
+class TcpCalls(CheckedCalls):
+    """Calls that the engine takes unchecked if it can do them alone."""
+
+    backend: Tcp
+
+    def straight(self) -> dict[str, Callable[..., Any]]:
+        return {"allreduce": self.allreduce, "send": self.send, "recv": self.recv}
+
+    def allreduce(
+        self, tensor: torch.Tensor, op: Op = "sum", *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if self.backend.try_allreduce(tensor, op, out):
+            return tensor if out is None else out
+        result = super().allreduce(tensor, op, out=out)
+        self.backend.remember_allreduce(tensor, op)
+        return result
+
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
+        if self.pending is None:
+            self._note_peer(dst)
+            if self.backend.try_send(tensor, dst):
+                return
+        super().send(tensor, dst)
+
+    def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
+        if self.pending is None:
+            self._note_peer(src)
+            if self.backend.try_recv(tensor, src):
+                return tensor
+        return super().recv(tensor, src)
+
+
+class Tcp(ScheduledCollectives, Backend):
     """Messages between any two ranks, and collectives by schedules. Sums are in order of rank.
 
     The header of every message in a collective names the call, so all calls are compared.
@@ -90,7 +123,7 @@ class Tcp(ScheduledCollectives, Communicator):
     def probe(cls, coor: Coordinator) -> int:
         return 20
 
-    def do_open(self) -> None:
+    def open(self) -> None:
         self.ended_by: DrumlineError | None = None  # of all later calls
         self.collective = ""  # the call in progress, which its messages name
         self._queue = WorkQueue()
@@ -114,7 +147,7 @@ class Tcp(ScheduledCollectives, Communicator):
             timings.TIMINGS.liveness_poll_s,
         )
 
-    def do_close(self) -> None:
+    def close(self) -> None:
         if not hasattr(self, "_engine"):  # it could not connect
             return
         self._end(f"{self._me} closed its communicator", CLOSE_NOTICE)
@@ -129,83 +162,85 @@ class Tcp(ScheduledCollectives, Communicator):
         self.ended_by = self.ended_by or CommunicatorError(f"{why}. Make a new one.")
         self._announce_end(why, notice)
 
-    def disown(self) -> None:
-        super().disown()
-        self.ended_by = self.ended_by or self._disowned
+    def disown(self, error: CommunicatorError) -> None:
+        super().disown(error)
+        self.ended_by = self.ended_by or error
 
-    def _check_same_call(
+    def own_calls(self) -> TcpCalls:
+        return TcpCalls(self)
+
+    def compare_call(
         self, call: str, tensor: torch.Tensor | None = None, details: str = ""
     ) -> None:
         """Compare the first calls before anything moves, and later ones by their messages."""
         self.collective = "comparison"
-        super()._check_same_call(call, tensor, details)
+        super().compare_call(call, tensor, details)
         self.collective = call_check.describe_call(call, tensor, details)
 
-    def do_decline(self, why: str) -> None:
+    def decline(self, why: str) -> None:
         if self._num_compared < self.capabilities.checked_calls:
-            return super().do_decline(why)
+            return super().decline(why)
         self.collective = call_check.DECLINED  # without why: the same on all that decline
-        self.do_barrier()
+        self.barrier()
 
     # The engine does these alone, or nothing: then they go the way of all calls.
 
-    def allreduce(
-        self, tensor: torch.Tensor, op: Op = "sum", *, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        if self.ended_by is None:
-            try:
-                dropped = self._engine.allreduce(tensor, op, out, self._check_wait)
-            except BaseException as error:
-                self._fail(error, self._describe_allreduce(tensor, op))
-            if dropped is None:
-                return tensor if out is None else out
-            if dropped is not NotImplemented:
-                self._fail_mismatch(dropped, self._describe_allreduce(tensor, op))
-        result = super().allreduce(tensor, op, out=out)
+    def try_allreduce(self, tensor: torch.Tensor, op: Op, out: torch.Tensor | None) -> bool:
+        """True if the engine knew the call, and did it."""
+        if self.ended_by is not None:
+            return False
+        try:
+            dropped = self._engine.allreduce(tensor, op, out, self._check_wait)
+        except BaseException as error:
+            self._fail(error, self._describe_allreduce(tensor, op))
+        if dropped is not None and dropped is not NotImplemented:
+            self._fail_mismatch(dropped, self._describe_allreduce(tensor, op))
+        return dropped is None
+
+    def remember_allreduce(self, tensor: torch.Tensor, op: Op) -> None:
+        """Let the engine do such a call from now on, if it is done by one program."""
         if self._num_compared >= self.capabilities.checked_calls:
             compiled = self.compiled(allreduce, tensor.numel(), tensor.itemsize)
             if compiled is not None:
                 steps, scratch_nbytes = compiled
                 self._engine.remember(tensor, op, steps, self.collective.encode(), scratch_nbytes)
-        return result
+
+    def try_send(self, tensor: torch.Tensor, dst: int) -> bool:
+        """True if the engine could take the tensor as it is, and sent it."""
+        if self.ended_by is not None:
+            return False
+        try:
+            return self._engine.send(tensor, dst, self._check_wait) is None
+        except BaseException as error:
+            self._fail(error, f"{DIRECTION['send']} {self.rank_name(dst)}")
+
+    def try_recv(self, tensor: torch.Tensor, src: int) -> bool:
+        """True if the engine could fill the tensor as it is, and did."""
+        if self.ended_by is not None:
+            return False
+        try:
+            dropped = self._engine.recv(tensor, src, self._check_wait)
+        except BaseException as error:
+            self._fail(error, f"{DIRECTION['recv']} {self.rank_name(src)}")
+        if dropped is not None and dropped is not NotImplemented:
+            self._raise_dropped(dropped, call_check.describe_tensor(tensor))
+        return dropped is None
 
     def _describe_allreduce(self, tensor: torch.Tensor, op: Op) -> str:
         return call_check.describe_call("allreduce", tensor, op_name(op))
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
-        if self._pending is None and self.ended_by is None:
-            self._note_peer(dst)
-            try:
-                dropped = self._engine.send(tensor, dst, self._check_wait)
-            except BaseException as error:
-                self._fail(error, f"{DIRECTION['send']} {self.rank_name(dst)}")
-            if dropped is None:
-                return
-        super().send(tensor, dst)
+        if not self.try_send(tensor, dst):
+            self._move("send", tensor, dst)
 
-    def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
-        if self._pending is None and self.ended_by is None:
-            self._note_peer(src)
-            try:
-                dropped = self._engine.recv(tensor, src, self._check_wait)
-            except BaseException as error:
-                self._fail(error, f"{DIRECTION['recv']} {self.rank_name(src)}")
-            if dropped is None:
-                return tensor
-            if dropped is not NotImplemented:
-                self._raise_dropped(dropped, call_check.describe_tensor(tensor))
-        return super().recv(tensor, src)
-
-    def do_send(self, tensor: torch.Tensor, dst: int) -> None:
-        self._move("send", tensor, dst)
-
-    def do_recv(self, tensor: torch.Tensor, src: int) -> None:
-        self._move("recv", tensor, src)
+    def recv(self, tensor: torch.Tensor, src: int) -> None:
+        if not self.try_recv(tensor, src):
+            self._move("recv", tensor, src)
 
     def _move(self, kind: str, tensor: torch.Tensor, peer: int) -> None:
         self._run_messages([(kind, tensor, peer)], f"{DIRECTION[kind]} {self.rank_name(peer)}")
 
-    def do_group(self, calls: list[P2PCall]) -> None:
+    def group(self, calls: list[P2PCall]) -> None:
         """All calls at once; those of one direction with one peer in their order."""
         self._run_messages(calls, "group")
 
@@ -237,7 +272,7 @@ class Tcp(ScheduledCollectives, Communicator):
 
     def start_group(self, calls: list[P2PCall]) -> AsyncWork | None:
         """Start sends and receives, which progress by themselves until finish_group."""
-        return self.submit(lambda: self.do_group(calls)) if calls else None
+        return self.submit(lambda: self.group(calls)) if calls else None
 
     def finish_group(self, pending: AsyncWork | None) -> None:
         """Return when all have ended. Raises CommunicatorError if a message did not fit."""

@@ -6,15 +6,21 @@ me: this rank as in the launch, by Communicator.rank_name.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from communicator.calls.dtypes import dtype_info, op_name
 from coordinator import torch_private
 
-if TYPE_CHECKING:
-    from communicator.base import Communicator
+
+class Ranks(Protocol):
+    """The ranks of a communicator, for errors."""
+
+    rank: int
+    world_size: int
+
+    def rank_name(self, rank: int | None = None) -> str: ...
 
 
 def check_tensor(me: str, call: str, tensor: torch.Tensor, device_type: str) -> None:
@@ -189,18 +195,18 @@ def check_dim(me: str, call: str, tensor: torch.Tensor, dim: int | None) -> int:
     return dim % tensor.dim()
 
 
-def check_sizes(comm: Communicator, call: str, sizes: Sequence[int], size: int) -> None:
+def check_sizes(comm: Ranks, call: str, sizes: Sequence[int], size: int) -> None:
     """Raise ValueError unless there is a size for each rank, and size is this rank's."""
     _check_counts(comm, call, sizes, "for this rank", lambda: sizes[comm.rank], size)
 
 
-def check_shares(comm: Communicator, call: str, sizes: Sequence[int], size: int) -> None:
+def check_shares(comm: Ranks, call: str, sizes: Sequence[int], size: int) -> None:
     """Raise ValueError unless there is a size for each rank, and size is their sum."""
     _check_counts(comm, call, sizes, "in sum", lambda: sum(sizes), size)
 
 
 def _check_counts(
-    comm: Communicator,
+    comm: Ranks,
     call: str,
     sizes: Sequence[int],
     what: str,

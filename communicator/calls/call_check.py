@@ -7,18 +7,26 @@ first calls (`compare`). Before a library that does not compare calls itself sta
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
+from communicator.calls.arguments import Ranks
 from communicator.errors import (
     CommunicatorError,
     DrumlineError,
     with_text,
 )
 
-if TYPE_CHECKING:
-    from communicator.base import Communicator
+
+class Comparing(Ranks, Protocol):
+    """A backend, as compare() needs it."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None: ...
+
 
 FIRST_CALLS = 32
 DECLINED = "nothing, as its arguments are wrong:"  # in place of a call; why it was declined follows
@@ -44,25 +52,25 @@ def tensor_to_text(tensor: torch.Tensor) -> str:
     return tensor.cpu().numpy().tobytes().decode(errors="replace").rstrip()
 
 
-def compare(comm: Communicator, number: int, call: str) -> None:
+def compare(comm: Comparing, number: int, call: str) -> None:
     """Raise CommunicatorError on every rank unless all describe the same call. Collective."""
     rows = torch.empty((comm.world_size, NBYTES), dtype=torch.uint8, device=comm.device)
     try:
-        comm.do_allgather(rows, text_to_tensor(call).to(rows.device))
+        comm.allgather(rows, text_to_tensor(call).to(rows.device))
     except DrumlineError as error:
         text = f"{error} (This was the comparison of call {number}, {call}, among the ranks.)"
         raise with_text(error, text) from error
     check_identical(comm, f"call {number}", [tensor_to_text(row) for row in rows])
 
 
-def check_identical(comm: Communicator, where: str, calls: list[str]) -> None:
+def check_identical(comm: Ranks, where: str, calls: list[str]) -> None:
     """Raise CommunicatorError unless every rank makes the same call there. calls: by rank."""
     if len(set(calls)) > 1:
         requests = "; ".join(
             f"{comm.rank_name(rank)} asked for {call}" for rank, call in enumerate(calls)
         )
         raise CommunicatorError(
-            f"{comm._me}: the ranks disagree in {where}: {requests}. Nothing was "
+            f"{comm.rank_name()}: the ranks disagree in {where}: {requests}. Nothing was "
             "exchanged. Let every rank make the same calls in the same order, with the same "
             "shape, dtype and op."
         )

@@ -24,31 +24,31 @@ class CollectivesFromP2P:
     def device(self) -> torch.device:
         raise NotImplementedError
 
-    def do_send(self, tensor: torch.Tensor, dst: int) -> None:
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
         """Send tensor to rank dst; may wait until that rank receives."""
         raise NotImplementedError
 
-    def do_recv(self, tensor: torch.Tensor, src: int) -> None:
+    def recv(self, tensor: torch.Tensor, src: int) -> None:
         """Fill tensor with what rank src sent; sends between two ranks keep their order."""
         raise NotImplementedError
 
-    def do_barrier(self) -> None:
+    def barrier(self) -> None:
         """Return once every rank has called."""
         word = torch.ones(1, device=self.device)
-        self.do_allreduce(word, word, "sum")  # which every library has
+        self.allreduce(word, word, "sum")  # which every library has
 
-    def do_broadcast(self, tensor: torch.Tensor, src: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         """Write rank src's tensor into every rank's."""
         for dst in range(self.world_size):
             if self.rank == src != dst:
-                self.do_send(tensor, dst)
+                self.send(tensor, dst)
             elif self.rank == dst != src:
-                self.do_recv(tensor, src)
+                self.recv(tensor, src)
 
-    def do_reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: str) -> None:
+    def reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: str) -> None:
         """Reduce in order of rank into out on dst, where it may be tensor; None on other ranks."""
         if out is None:
-            return self.do_send(tensor, dst)
+            return self.send(tensor, dst)
         out.copy_(self.reduce_parts(self._receive_parts(tensor), op))
 
     def _receive_parts(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -56,7 +56,7 @@ class CollectivesFromP2P:
         for src in range(self.world_size):
             part = tensor if src == self.rank else torch.empty_like(tensor)
             if src != self.rank:
-                self.do_recv(part, src)
+                self.recv(part, src)
             yield part
 
     def reduce_parts(self, parts: Iterable[torch.Tensor], op: str) -> torch.Tensor:
@@ -67,23 +67,23 @@ class CollectivesFromP2P:
             total = _combine(total, part.to(total.dtype), op)
         return total / self.world_size if op == "avg" else total
 
-    def do_allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+    def allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         """Reduce into out, which may be tensor. Reduced once, so every rank has the same bits."""
-        self.do_reduce(out if self.rank == 0 else None, tensor, 0, op)
-        self.do_broadcast(out, 0)
+        self.reduce(out if self.rank == 0 else None, tensor, 0, op)
+        self.broadcast(out, 0)
 
-    def do_allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+    def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """Fill out, [world_size, *tensor.shape], by rank; tensor may be this rank's row of it."""
         out[self.rank].copy_(tensor)
         for src in range(self.world_size):
-            self.do_broadcast(out[src], src)
+            self.broadcast(out[src], src)
 
-    def do_reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         """Reduce row `rank` of tensor, [world_size, *out.shape], into out, maybe that row."""
         for dst in range(self.world_size):
-            self.do_reduce(out if dst == self.rank else None, tensor[dst], dst, op)
+            self.reduce(out if dst == self.rank else None, tensor[dst], dst, op)
 
-    def do_alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+    def alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """Row i of out is row `rank` of rank i's tensor; both are [world_size, ...], apart."""
         out[self.rank].copy_(tensor[self.rank])
         for low in range(self.world_size):
@@ -93,33 +93,51 @@ class CollectivesFromP2P:
 
     def _swap_rows(self, out: torch.Tensor, tensor: torch.Tensor, low: int, high: int) -> None:
         if self.rank == low:
-            self.do_send(tensor[high], high)
-            self.do_recv(out[high], high)
+            self.send(tensor[high], high)
+            self.recv(out[high], high)
         else:
-            self.do_recv(out[low], low)
-            self.do_send(tensor[low], low)
+            self.recv(out[low], low)
+            self.send(tensor[low], low)
 
-    def do_gather(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int) -> None:
+    def gather(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int) -> None:
         """Fill out, [world_size, *tensor.shape], by rank on dst; None on other ranks."""
         if out is None:
-            return self.do_send(tensor, dst)
+            return self.send(tensor, dst)
         out[dst].copy_(tensor)
-        self.do_group([("recv", out[src], src) for src in range(self.world_size) if src != dst])
+        self.group([("recv", out[src], src) for src in range(self.world_size) if src != dst])
 
-    def do_scatter(self, out: torch.Tensor, rows: torch.Tensor | None, src: int) -> None:
+    def scatter(self, out: torch.Tensor, rows: torch.Tensor | None, src: int) -> None:
         """Write row `rank` of src's rows, [world_size, *out.shape], into out; None elsewhere."""
         if rows is None:
-            return self.do_recv(out, src)
+            return self.recv(out, src)
         out.copy_(rows[src])
-        self.do_group([("send", rows[dst], dst) for dst in range(self.world_size) if dst != src])
+        self.group([("send", rows[dst], dst) for dst in range(self.world_size) if dst != src])
 
-    def do_group(self, calls: list[P2PCall]) -> None:
+    def allgatherv(self, out: torch.Tensor, tensor: torch.Tensor, counts: list[int]) -> None:
+        """Fill out with every rank's tensor, of counts elements each, one after the other."""
+        parts = torch.split(out, counts)
+        parts[self.rank].copy_(tensor.flatten())
+        for src, part in enumerate(parts):
+            if part.numel():
+                self.broadcast(part, src)
+
+    def reduce_scatterv(
+        self, out: torch.Tensor, tensor: torch.Tensor, counts: list[int], op: str
+    ) -> None:
+        """Reduce this rank's part of tensor, which has counts elements for the ranks, into out."""
+        for dst, part in enumerate(torch.split(tensor.clone(), counts)):
+            if part.numel():
+                self.reduce(part if dst == self.rank else None, part, dst, op)
+            if dst == self.rank:
+                out.copy_(part.view(out.shape))
+
+    def group(self, calls: list[P2PCall]) -> None:
         """Run the sends and receives of a group() so that they cannot wait for each other.
 
         Here one after another, in an order that is the same on all ranks.
         """
         for kind, tensor, peer in sorted(calls, key=lambda call: self._group_order(*call)):
-            self.do_send(tensor, peer) if kind == "send" else self.do_recv(tensor, peer)
+            self.send(tensor, peer) if kind == "send" else self.recv(tensor, peer)
 
     def _group_order(self, kind: str, _: torch.Tensor, peer: int) -> tuple[int, int, bool]:
         """A call's place in the order of all ranks: by pair; the lower rank sends first."""

@@ -1,43 +1,38 @@
 """Collectives along a dim of the tensor, and of parts whose sizes differ.
 
-joined = allgather_along(comm, tensor, dim=-1, sizes=[3, 5])
+joined = allgather_along(calls, comm.allgather, tensor, dim=-1, sizes=[3, 5])
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 
-from communicator.calls.arguments import check_dim, check_shares, check_sizes, check_tensor
+from communicator.calls.arguments import check_dim, check_shares, check_sizes
+from communicator.calls.checked_calls import CheckedCalls, join_rows
 from communicator.calls.dtypes import Op
-
-if TYPE_CHECKING:
-    from communicator.base import Communicator
-
-
-def join_rows(rows: torch.Tensor, dim: int) -> torch.Tensor:
-    """The rows, [world_size, *shape], joined along a dim of the shape."""
-    return rows.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def allgather_along(
-    comm: Communicator, tensor: torch.Tensor, dim: int | None, sizes: Sequence[int] | None
+    calls: CheckedCalls,
+    allgather: Callable[[torch.Tensor], torch.Tensor],
+    tensor: torch.Tensor,
+    dim: int | None,
+    sizes: Sequence[int] | None,
 ) -> torch.Tensor:
     """Every rank's tensor, joined along dim. sizes: that of each rank there, if they differ."""
     if sizes is None:
-        rows = comm.allgather(tensor)
-        return join_rows(rows, check_dim(comm.rank_name(), "allgather", tensor, dim))
-    check_tensor(comm.rank_name(), "allgather", tensor, comm.device_type)
-    dim = check_dim(comm.rank_name(), "allgather", tensor, dim)
-    check_sizes(comm, "allgather", sizes, tensor.shape[dim])
+        rows = allgather(tensor)
+        return join_rows(rows, check_dim(calls.rank_name(), "allgather", tensor, dim))
+    dim = check_dim(calls.rank_name(), "allgather", tensor, dim)
+    check_sizes(calls, "allgather", sizes, tensor.shape[dim])
     if len(set(sizes)) == 1:
-        return join_rows(comm.allgather(tensor), dim)
+        return join_rows(allgather(tensor), dim)
     shapes = [(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]) for size in sizes]
     counts = [torch.Size(shape).numel() for shape in shapes]
     flat = tensor.new_empty(sum(counts))
-    comm.do_allgatherv(flat, tensor, counts)
+    calls.allgatherv(flat, tensor, counts)
     if dim == 0:
         return flat.view(sum(sizes), *tensor.shape[1:])
     parts = zip(torch.split(flat, counts), shapes, strict=True)
@@ -45,25 +40,30 @@ def allgather_along(
 
 
 def reduce_scatter_along(
-    comm: Communicator, tensor: torch.Tensor, op: Op, dim: int | None, sizes: Sequence[int] | None
+    calls: CheckedCalls,
+    reduce_scatter: Callable[[torch.Tensor, Op], torch.Tensor],
+    tensor: torch.Tensor,
+    op: Op,
+    dim: int | None,
+    sizes: Sequence[int] | None,
 ) -> torch.Tensor:
     """This rank's part of the reduction, which is cut along dim, evenly or into these sizes."""
-    dim = check_dim(comm.rank_name(), "reduce_scatter", tensor, dim)
+    dim = check_dim(calls.rank_name(), "reduce_scatter", tensor, dim)
     if sizes is None:
-        share, rest = divmod(tensor.shape[dim], comm.world_size)
+        share, rest = divmod(tensor.shape[dim], calls.world_size)
         if rest:
             raise ValueError(
-                f"{comm.rank_name()}, reduce_scatter: dim {dim} of {tuple(tensor.shape)} cannot be "
-                f"cut evenly for {comm.world_size} ranks. Pass sizes=, one for each."
+                f"{calls.rank_name()}, reduce_scatter: dim {dim} of {tuple(tensor.shape)} cannot "
+                f"be cut evenly for {calls.world_size} ranks. Pass sizes=, one for each."
             )
-        sizes = [share] * comm.world_size
-    check_shares(comm, "reduce_scatter", sizes, tensor.shape[dim])
+        sizes = [share] * calls.world_size
+    check_shares(calls, "reduce_scatter", sizes, tensor.shape[dim])
     if len(set(sizes)) == 1:
-        cut = (*tensor.shape[:dim], comm.world_size, sizes[0], *tensor.shape[dim + 1 :])
+        cut = (*tensor.shape[:dim], calls.world_size, sizes[0], *tensor.shape[dim + 1 :])
         rows = tensor.view(cut).movedim(dim, 0)
-        return comm.reduce_scatter(rows.contiguous(), op)
+        return reduce_scatter(rows.contiguous(), op)
     parts = torch.split(tensor, list(sizes), dim)
     flat = torch.cat([part.flatten() for part in parts]) if dim else tensor.flatten()
-    out = torch.empty_like(parts[comm.rank], memory_format=torch.contiguous_format)
-    comm.do_reduce_scatterv(out, flat, [part.numel() for part in parts], op)
+    out = torch.empty_like(parts[calls.rank], memory_format=torch.contiguous_format)
+    calls.reduce_scatterv(out, flat, [part.numel() for part in parts], op)
     return out

@@ -108,11 +108,11 @@ class ProgramRunner(CollectivesFromP2P):
 class ScheduledCollectives(ProgramRunner):
     """The collectives as programs."""
 
-    def do_barrier(self) -> None:
+    def barrier(self) -> None:
         empty = torch.empty(0, dtype=torch.uint8)
         self.run_program(programs.allgather, empty, empty)
 
-    def do_allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+    def allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         nbytes = tensor.nbytes
         if is_rotated(self.world_size, nbytes) and not is_gathered(self.world_size, nbytes):
             return self._allreduce_in_rotations(out, tensor, op)
@@ -125,13 +125,13 @@ class ScheduledCollectives(ProgramRunner):
         rows.view(-1)[: tensor.numel()] = tensor.view(-1)
         self._rotate(rows, rows)
         reduced = self.reduce_parts(rows, op).to(tensor.dtype)
-        self.do_allgather(rows, reduced)
+        self.allgather(rows, reduced)
         out.view(-1).copy_(rows.view(-1)[: tensor.numel()])
 
-    def do_reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: str) -> None:
+    def reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: str) -> None:
         self.run_program(programs.reduce, tensor, tensor if out is None else out, op, dst)
 
-    def do_reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         if is_rotated(self.world_size, tensor.nbytes):
             rows = torch.empty_like(tensor)
             self._rotate(rows, tensor)
@@ -139,16 +139,16 @@ class ScheduledCollectives(ProgramRunner):
             return
         self.run_program(programs.reduce_scatter, tensor, out, op)
 
-    def do_allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+    def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         self.run_program(programs.allgather, tensor, out)
 
-    def do_alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+    def alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         if is_rotated(self.world_size, tensor.nbytes):
             return self._rotate(out, tensor)
         self.run_program(programs.alltoall, tensor, out)
 
     def _rotate(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        """As do_alltoall, in log2 rounds; out may be tensor."""
+        """As alltoall, in log2 rounds; out may be tensor."""
         rows = tensor.roll(-self.rank, 0)
         for moving, schedule in rotations(self.rank, self.world_size, tensor[0].numel()):
             packed = rows[moving]
@@ -157,7 +157,7 @@ class ScheduledCollectives(ProgramRunner):
             rows[moving] = received
         out.copy_(rows.flip(0).roll(self.rank + 1, 0))
 
-    def do_broadcast(self, tensor: torch.Tensor, src: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         self.run_program(programs.broadcast, tensor, tensor, "", src)
 
 

@@ -6,15 +6,13 @@ Their names and plain values travel as the Coordinator's do (msgpack), so nothin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from communicator.backend import Backend
 from communicator.calls.dtypes import DTYPES
 from coordinator import object_codec
-
-if TYPE_CHECKING:
-    from communicator.base import Communicator
 
 Move = Callable[[torch.Tensor], object]
 """Sends a tensor, or fills it: send, recv or broadcast with the peer filled in."""
@@ -22,29 +20,31 @@ TENSOR, VALUE = "tensor", "value"
 TORCH_DTYPES = {info.name: info.torch for info in DTYPES}
 
 
-def write(comm: Communicator, call: str, values: dict[str, Any], move: Move) -> None:
+def write(backend: Backend, call: str, values: dict[str, Any], move: Move) -> None:
     """Move a dict. Raises ValueError for what cannot be sent, after the receiver has heard so."""
     tensors = [value.contiguous() for value in values.values() if isinstance(value, torch.Tensor)]
     for tensor in tensors:
-        comm._check(call, tensor)
+        backend.check_tensor(call, tensor)
     rows = [[name, *_described(value)] for name, value in values.items()]
-    data = object_codec.packed(rows, comm.coor.peers[comm.rank].rank)
-    move(torch.tensor([len(data)], device=comm.device))
-    move(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(comm.device))
+    data = object_codec.packed(rows, backend.coor.peers[backend.rank].rank)
+    move(torch.tensor([len(data)], device=backend.device))
+    move(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(backend.device))
     if why := object_codec.why_unsendable(data):
         raise ValueError(f"{why}. Beside tensors only None, bool, int, float, str, bytes, lists go")
     for part in _memory(tensors):
         move(part)
 
 
-def read(comm: Communicator, move: Move) -> dict[str, Any]:
+def read(backend: Backend, move: Move) -> dict[str, Any]:
     """The dict that a peer writes. Raises CoordinatorError if that could not send it."""
-    length = torch.zeros(1, dtype=torch.int64, device=comm.device)
+    length = torch.zeros(1, dtype=torch.int64, device=backend.device)
     move(length)
-    data = torch.empty(int(length), dtype=torch.uint8, device=comm.device)
+    data = torch.empty(int(length), dtype=torch.uint8, device=backend.device)
     move(data)
-    rows = object_codec.unpacked(data.cpu().numpy().tobytes(), comm.coor.peers[comm.rank].rank)
-    values = {name: _undescribed(comm, *row) for name, *row in rows}
+    rows = object_codec.unpacked(
+        data.cpu().numpy().tobytes(), backend.coor.peers[backend.rank].rank
+    )
+    values = {name: _undescribed(backend, *row) for name, *row in rows}
     tensors = [values[name] for name, kind, *_ in rows if kind == TENSOR]
     for part in _memory(tensors):
         move(part)
@@ -57,11 +57,11 @@ def _described(value: Any) -> list[Any]:
     return [TENSOR, [list(value.shape), str(value.dtype).removeprefix("torch.")]]
 
 
-def _undescribed(comm: Communicator, kind: str, value: Any) -> Any:
+def _undescribed(backend: Backend, kind: str, value: Any) -> Any:
     if kind == VALUE:
         return value
     shape, dtype = value
-    return torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=comm.device)
+    return torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=backend.device)
 
 
 def _memory(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -17,8 +17,8 @@ import torch
 from torch import Size
 
 from communicator import timings
-from communicator.base import Communicator
 from communicator.calls.dtypes import DTYPES, OPS
+from communicator.communicator import Communicator
 from communicator.conformance.call_tester import CallTester, differs, first, raw
 from communicator.conformance.test_data import Shape
 from communicator.errors import CommunicatorError, DrumlineError, Unsupported

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from communicator.base import Communicator
+from communicator.communicator import Communicator
 from communicator.conformance.test_data import ReferenceData, Shape
 
 GARBAGE = 0xA5  # what is in a tensor that nobody has written

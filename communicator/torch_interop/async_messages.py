@@ -1,6 +1,6 @@
 """The messages of a communicator's isend and irecv.
 
-messages = open_messages(comm)
+messages = open_messages(comm, backend)
 work = messages.start("send", tensor, 1)
 work.wait()
 """
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
+from communicator.backend import Backend
 from communicator.backends.byte_streams import TcpStreams
-from communicator.base import Communicator
 from communicator.calls.async_work import AsyncWork
-from communicator.torch_interop.deferred_p2p import DeferredMessages
+from communicator.torch_interop.deferred_p2p import DeferredMessages, Messenger
 from communicator.torch_interop.p2p_engine import P2PEngine
 
 
@@ -22,14 +22,14 @@ class HostMessages:
     Collective to make where the backend has no streams.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        streams = getattr(comm, "streams", None)
+    def __init__(self, backend: Backend) -> None:
+        streams = backend.streams
         self._connections: TcpStreams | None = None
         if streams is None:
-            links = comm.coor.connections(timeout_s=comm.timeout_s)
+            links = backend.coor.connections(timeout_s=backend.timeout_s)
             streams = self._connections = TcpStreams(links)
-        self._group = P2PEngine(comm.coor, streams).all_ranks
-        self._group.timeout_s = comm.timeout_s
+        self._group = P2PEngine(backend.coor, streams).all_ranks
+        self._group.timeout_s = backend.timeout_s
 
     def start(self, kind: str, tensor: torch.Tensor, peer: int) -> AsyncWork:
         return self._group.start(kind, tensor, peer, 0)
@@ -43,7 +43,7 @@ class HostMessages:
 class DeviceMessages:
     """Messages on a device, which start together when one of them is waited for."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Messenger) -> None:
         self._comm, self._deferred = comm, DeferredMessages()
 
     def start(self, kind: str, tensor: torch.Tensor, peer: int) -> AsyncWork:
@@ -56,5 +56,5 @@ class DeviceMessages:
 Messages = HostMessages | DeviceMessages
 
 
-def open_messages(comm: Communicator) -> Messages:
-    return HostMessages(comm) if comm.device.type == "cpu" else DeviceMessages(comm)
+def open_messages(comm: Messenger, backend: Backend) -> Messages:
+    return HostMessages(backend) if backend.device.type == "cpu" else DeviceMessages(comm)

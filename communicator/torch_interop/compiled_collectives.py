@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from communicator.base import Communicator
+from communicator.communicator import Communicator
 from communicator.errors import CommunicatorError
 from coordinator import torch_private
 

@@ -7,14 +7,23 @@ work.wait()                                     # starts all that were added
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
-from communicator.base import Communicator
 from communicator.calls.async_work import NO_TIMEOUT, AsyncWork
 from communicator.errors import Unsupported
 from communicator.torch_interop import list_collectives
+
+
+class Messenger(Protocol):
+    """A Communicator, as these messages need it."""
+
+    def group(self) -> AbstractContextManager[None]: ...
+    def send(self, tensor: torch.Tensor, dst: int) -> None: ...
+    def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor: ...
+    def rank_name(self, rank: int | None = None) -> str: ...
 
 
 class DeferredMessages:
@@ -24,7 +33,7 @@ class DeferredMessages:
         self._deferred: list[_DeferredP2P] = []
 
     def add(
-        self, comm: Communicator, kind: str, tensor: torch.Tensor, peer: int, tag: int
+        self, comm: Messenger, kind: str, tensor: torch.Tensor, peer: int, tag: int
     ) -> AsyncWork:
         """A "send" or "recv", which starts when it is waited for or start() is called."""
         message = _DeferredP2P(self, comm, kind, tensor, peer, tag)
@@ -47,7 +56,7 @@ class _DeferredP2P(AsyncWork):
     def __init__(
         self,
         messages: DeferredMessages,
-        comm: Communicator,
+        comm: Messenger,
         kind: str,
         tensor: torch.Tensor,
         peer: int,

@@ -10,13 +10,14 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
-from communicator.base import Communicator
+from communicator.backend import Backend
+from communicator.communicator import Communicator
 from communicator.errors import CommunicatorError, Unsupported
 from communicator.selection import choose_for_devices
 from communicator.torch_interop.group_ranks import GroupRanks
 from coordinator import Coordinator
 
-Chosen = dict[str, type[Communicator] | None]
+Chosen = dict[str, type[Backend] | None]
 
 
 class LazyCommunicators:
@@ -91,9 +92,9 @@ class LazyCommunicators:
         self._ranks.close()
 
 
-def _open_if_any(kind: type[Communicator] | None, coor: Coordinator) -> Communicator | None:
+def _open_if_any(kind: type[Backend] | None, coor: Coordinator) -> Communicator | None:
     """None too if the ranks cannot open it, which all of them learn."""
     try:
-        return None if kind is None else kind(coor)
+        return None if kind is None else Communicator._of(kind, coor)
     except Unsupported:
         return None

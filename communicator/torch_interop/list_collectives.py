@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from communicator.base import Communicator
 from communicator.calls.call_check import check_identical
 from communicator.calls.dtypes import DTYPES, NAMES_OF_TORCH_OPS
+from communicator.communicator import Communicator
 from communicator.errors import CommunicatorError, Unsupported
 
 BOOL_OPS = {

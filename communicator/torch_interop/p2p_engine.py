@@ -31,6 +31,7 @@ from datetime import timedelta
 import torch
 
 from communicator import timings
+from communicator.backend import Backend
 from communicator.backends.byte_streams import (
     ARM,
     DISARM,
@@ -40,7 +41,6 @@ from communicator.backends.byte_streams import (
     ByteStreams,
     TcpStreams,
 )
-from communicator.base import Communicator
 from communicator.calls import call_check
 from communicator.calls.async_work import NO_TIMEOUT, AsyncWork
 from communicator.calls.failures import describe_lost
@@ -672,14 +672,14 @@ def _header(kind: int, group: int, work: P2PWork | None = None, number: int = 0)
     return HEADER.pack(kind, work.tag, work.dtype, work.nbytes, number, group)
 
 
-def open_p2p(members: GroupRanks, comm: Communicator | None) -> P2PGroup | None:
+def open_p2p(members: GroupRanks, backend: Backend | None) -> P2PGroup | None:
     """The group of all ranks, over the streams of their communicator, or connections of its own.
 
     Collective. None for a rank alone.
     """
     if members.world_size == 1:
         return None
-    streams = getattr(comm, "streams", None) or TcpStreams(members.coordinator().connections())
+    streams = (backend and backend.streams) or TcpStreams(members.coordinator().connections())
     return P2PEngine(members, streams).all_ranks
 
 

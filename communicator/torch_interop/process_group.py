@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from communicator.backends.plugin import PluginCommunicator
+from communicator.backends.plugin import PluginBackend
 from communicator.calls.async_work import AsyncWork, WorkQueue
 from communicator.errors import Unsupported
 from communicator.torch_interop import native_backend
@@ -98,7 +98,8 @@ class DrumlineProcessGroup(GroupCollectives):
     def _open_p2p_and_devices(self, chosen: Chosen) -> None:
         self._open_if_any("cpu")
         self._open_if_any("cuda")
-        self._p2p = open_p2p(self._ranks, self._comms.if_opened("cpu"))
+        comm = self._comms.if_opened("cpu")
+        self._p2p = open_p2p(self._ranks, comm and comm._backend)
 
     def _open_if_any(self, device_type: str) -> None:
         with suppress(Unsupported):
@@ -115,9 +116,11 @@ class DrumlineProcessGroup(GroupCollectives):
     def callable_from_cpp(self) -> Any:
         """The binding of the CPU's communicator if nothing is to be done around its calls."""
         comm = self._comms.if_opened("cpu")
-        if not isinstance(comm, PluginCommunicator) or comm._recorder is not None:
+        if comm is None or comm._recorder is not None:
             return None
-        return comm._comm if comm.capabilities.compares_every_call else None
+        backend = comm._backend
+        is_compared = backend.capabilities.compares_every_call
+        return backend._comm if isinstance(backend, PluginBackend) and is_compared else None
 
     def split(self, store: dist.Store, ranks: list[int], options: Any) -> Any:
         """The Backend of some ranks of this one; None on others."""

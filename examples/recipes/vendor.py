@@ -1,4 +1,4 @@
-"""A vendor's communicator: a subclass with send and recv, swapped in by one argument.
+"""A vendor's backend: a class with send and recv, swapped in by one argument.
 
 drumline run -n 2 examples/recipes/vendor.py
 """
@@ -6,11 +6,11 @@ drumline run -n 2 examples/recipes/vendor.py
 import torch
 from model import device_of, largest_error, loss_of, make_batch, make_model
 
-from communicator import Communicator
+from communicator import Backend, Communicator
 from coordinator import Coordinator
 
 
-class Mailbox(Communicator):
+class Mailbox(Backend):
     """Carries tensors in the Coordinator's store: slow, and a dozen lines."""
 
     name = "mailbox"
@@ -19,18 +19,18 @@ class Mailbox(Communicator):
     def probe(cls, coor):
         return 1
 
-    def do_open(self):
+    def open(self):
         self.store, self.counts = self.coor.store("mailbox"), {}
 
     def _next(self, src, dst):
         self.counts[src, dst] = number = self.counts.get((src, dst), 0) + 1
         return f"{src}/{dst}/{number}"
 
-    def do_send(self, tensor, dst):
+    def send(self, tensor, dst):
         data = tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
         self.store.set(self._next(self.rank, dst), data)
 
-    def do_recv(self, tensor, src):
+    def recv(self, tensor, src):
         data = bytearray(self.store.get(self._next(src, self.rank)))
         tensor.view(-1).copy_(torch.frombuffer(data, dtype=tensor.dtype))
 

@@ -25,8 +25,8 @@ def test_a_backend_that_lies_fails(monkeypatch):
         plain(self, out, tensor)
         out.copy_(out.flip(0))
 
-    plain = Tcp.do_allgather
-    monkeypatch.setattr(Tcp, "do_allgather", flipped)
+    plain = Tcp.allgather
+    monkeypatch.setattr(Tcp, "allgather", flipped)
     assert status_of("tcp")[0] == backend_info.FAILS
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from communicator import cli, conformance
+from communicator import Communicator, cli, conformance
 from communicator.backends.tcp import Tcp
 
 CHECK = ("-m", "communicator", "check")
@@ -15,8 +15,8 @@ CHECK = ("-m", "communicator", "check")
 class Swapped(Tcp):
     """A backend that lies."""
 
-    def do_allgather(self, out, tensor):
-        super().do_allgather(out, tensor)
+    def allgather(self, out, tensor):
+        super().allgather(out, tensor)
         out.copy_(out.flip(0))
 
 
@@ -41,7 +41,9 @@ def test_a_backend_that_conforms_ends_with_0_and_every_case_is_listed(
 
 def test_a_backend_that_lies_ends_with_1_and_what_is_wrong(monkeypatch, capsys):
     monkeypatch.setitem(
-        conformance.check_backend.__globals__, "Communicator", lambda coor, backend: Swapped(coor)
+        conformance.check_backend.__globals__,
+        "Communicator",
+        lambda coor, _: Communicator(coor, Swapped),
     )
     assert cli.main(["check", "-n", "2", "--launcher", "threads"]) == 1
     shown = capsys.readouterr().out

@@ -14,4 +14,4 @@ def test_ranks_that_cannot_share_memory_use_tcp(warm, kind):
     """It was an error: shared memory was chosen, for they are on one host, and did not open."""
     done = warm.run(PROGRAM, kind)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines() == ["Tcp [3.0, 3.0, 3.0]"] * 2, done.stdout + done.stderr
+    assert done.stdout.splitlines() == ["tcp [3.0, 3.0, 3.0]"] * 2, done.stdout + done.stderr

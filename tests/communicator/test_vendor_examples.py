@@ -134,11 +134,11 @@ def test_only_the_first_calls_are_compared_then_nothing_stands_before_the_librar
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
             with Communicator(coor, backend=toy, checked_calls=0) as comm:
-                assert comm.allreduce == comm._comm.allreduce
+                assert comm.allreduce == comm._backend._comm.allreduce
             with Communicator(coor, backend=toy, checked_calls=3) as comm:
                 straight = []
                 for _ in range(4):
-                    straight.append(comm.allreduce == comm._comm.allreduce)
+                    straight.append(comm.allreduce == comm._backend._comm.allreduce)
                     comm.allreduce(torch.ones(1))
                 return straight, "barrier" in comm.__dict__
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from communicator import conformance
+from communicator import Communicator, conformance
 from communicator.backends.nccl import Nccl, oneshot
 from coordinator import Coordinator
 
@@ -10,8 +10,8 @@ from coordinator import Coordinator
 def agree_with_nccl() -> bool:
     with (
         Coordinator(timeout_s=60) as coor,
-        Nccl(coor, oneshot=True) as small,
-        Nccl(coor) as plain,
+        Communicator._of(Nccl, coor, oneshot=True) as small,
+        Communicator._of(Nccl, coor) as plain,
     ):
         return all(
             _agrees(small, plain, count, dtype)
@@ -22,7 +22,7 @@ def agree_with_nccl() -> bool:
 
 def conform() -> int:
     """The number of cases that NCCL passes with a GPU for each rank."""
-    with Coordinator(timeout_s=60) as coor, Nccl(coor) as comm:
+    with Coordinator(timeout_s=60) as coor, Communicator._of(Nccl, coor) as comm:
         report = conformance.check(comm)
         report.raise_if_failed()
         return len(report.having(conformance.PASSED))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from communicator import Unsupported
+from communicator import Communicator, Unsupported
 from communicator.backends.nccl.oneshot import HANDLE_BYTES, Kernels
 from coordinator import Coordinator
 from tests.gpu.one_gpu import GPU, ROOT
@@ -42,7 +42,7 @@ def vllm_costs(coor: Coordinator, nccl: Any) -> dict[str, list[float]]:
     """The same of one-shot sums, SGLang's, and vLLM's custom allreduce, which is not replayed: for
     that the ranks exchange, after the capture, the addresses that the graph uses."""
     tensor = torch.ones(4096, dtype=torch.bfloat16, device=GPU)
-    with nccl(coor, device=0, oneshot=True) as comm:
+    with Communicator._of(nccl, coor, device=0, oneshot=True) as comm:
         ways = {"communicator, one-shot": lambda: comm.allreduce(tensor)}
         if SGLANG_LIBRARY.exists():
             ways["SGLang's one-shot push"] = _sglang_sum(coor, tensor)
@@ -119,11 +119,11 @@ def _costs(
 
 
 def _ways(stack: ExitStack, coor: Coordinator, nccl: Any, tensor: torch.Tensor) -> dict[str, Call]:
-    blocking = stack.enter_context(nccl(coor, device=0, blocking=True))
-    waiting = stack.enter_context(nccl(coor, device=0))
+    blocking = stack.enter_context(Communicator._of(nccl, coor, device=0, blocking=True))
+    waiting = stack.enter_context(Communicator._of(nccl, coor, device=0))
     summing = {}
     try:
-        small = stack.enter_context(nccl(coor, device=0, oneshot=True))
+        small = stack.enter_context(Communicator._of(nccl, coor, device=0, oneshot=True))
         summing["communicator, one-shot"] = lambda: small.allreduce(tensor)
     except Unsupported as reason:  # on every rank
         print(f"one-shot sums are left out: {reason}")

@@ -34,7 +34,7 @@ def conform(coor: Coordinator, backend: str = "nccl", *options: str) -> dict[str
     made = {"nccl": Nccl, "cupy": Cupy}[backend]
     side = torch.cuda.Stream() if coor.world_size == 2 else None  # one that is not the default
     chosen = {option: True for option in options}
-    with torch.cuda.stream(side), made(coor, device=0, **chosen) as comm:
+    with torch.cuda.stream(side), Communicator._of(made, coor, device=0, **chosen) as comm:
         report = conformance.check(comm)
         report.raise_if_failed()
         return {s: len(report.having(s)) for s in (conformance.PASSED, conformance.UNSUPPORTED)}
@@ -42,7 +42,7 @@ def conform(coor: Coordinator, backend: str = "nccl", *options: str) -> dict[str
 
 def the_known_cases(coor: Coordinator) -> list[float]:
     """Ones add up to the world; a scaled sum scales; split and registered memory work."""
-    with Nccl(coor, device=0) as comm:
+    with Communicator._of(Nccl, coor, device=0) as comm:
         ones = comm.allreduce(torch.ones(16, 1024, 1024, device=GPU)).mean().item()
         half = comm.scaled_sum(0.5, torch.float32)
         scaled = comm.allreduce(torch.full((7,), 4.0, device=GPU), half).mean().item()
@@ -58,7 +58,7 @@ def the_known_cases(coor: Coordinator) -> list[float]:
 
 def capture_and_replay(coor: Coordinator, mode: str = "waiting") -> list[float]:
     """A captured call does nothing until it is replayed; eager and captured calls mix."""
-    with Nccl(coor, device=0, blocking=mode == "blocking") as comm:
+    with Communicator._of(Nccl, coor, device=0, blocking=mode == "blocking") as comm:
         tensor, found = torch.ones(1000, device=GPU), []
         comm.allreduce(tensor.clone())
         cuda_graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
@@ -81,7 +81,7 @@ def capture_and_replay(coor: Coordinator, mode: str = "waiting") -> list[float]:
 
 
 def first_use_in_a_capture(coor: Coordinator) -> str:
-    with Nccl(coor, device=0) as comm:
+    with Communicator._of(Nccl, coor, device=0) as comm:
         tensor, graph = torch.ones(100_000, device=GPU), torch.cuda.CUDAGraph()
         said = ""
         with torch.cuda.graph(graph):
@@ -98,7 +98,7 @@ def first_use_in_a_capture(coor: Coordinator) -> str:
 
 def graph_memory(coor: Coordinator) -> float:
     """MiB that a graph of many calls costs the device, for each rank."""
-    with Nccl(coor, device=0) as comm:
+    with Communicator._of(Nccl, coor, device=0) as comm:
         scale = comm.scaled_sum(1.0, torch.bfloat16)  # so that one rank launches kernels too
         tensor = torch.ones(8192, dtype=torch.bfloat16, device=GPU)
         comm.allreduce(tensor, scale)
@@ -124,7 +124,7 @@ def _graph(comm, tensor, op, pool):
 
 def captured_nodes(coor: Coordinator, calls: str = "65") -> dict[str, int]:
     """How many nodes of each kind a graph of so many allreduces has."""
-    with Nccl(coor, device=0) as comm:
+    with Communicator._of(Nccl, coor, device=0) as comm:
         scale = comm.scaled_sum(1.0, torch.bfloat16)  # so that one rank launches kernels too
         tensor = torch.ones(8192, dtype=torch.bfloat16, device=GPU)
         comm.allreduce(tensor, scale)
@@ -160,7 +160,7 @@ def free_nbytes(coor: Coordinator) -> int:
 
 
 def close_with_a_live_graph(coor: Coordinator) -> str:
-    comm = Nccl(coor, device=0)
+    comm = Communicator._of(Nccl, coor, device=0)
     double = comm.scaled_sum(2.0, torch.float32)
     tensor = torch.ones(5, device=GPU)
     comm.allreduce(tensor, double)
@@ -182,7 +182,7 @@ def close_with_a_live_graph(coor: Coordinator) -> str:
 
 
 def abort_with_a_live_graph(coor: Coordinator) -> float:
-    comm = Nccl(coor, device=0)
+    comm = Communicator._of(Nccl, coor, device=0)
     double = comm.scaled_sum(2.0, torch.float32)
     tensor = torch.ones(5, device=GPU)
     comm.allreduce(tensor, double)
@@ -206,7 +206,7 @@ def abort_with_a_live_graph(coor: Coordinator) -> float:
 
 def failed_capture(coor: Coordinator) -> list[Any]:
     """A capture that CUDA refuses, for a value is read in it; eager calls go on after it."""
-    with Nccl(coor, device=0) as comm:
+    with Communicator._of(Nccl, coor, device=0) as comm:
         tensor, said = torch.ones(1000, device=GPU), ""
         comm.allreduce(tensor)
         try:
@@ -223,7 +223,7 @@ def failed_capture(coor: Coordinator) -> list[Any]:
 
 def killed_peer(coor: Coordinator, mode: str = "waiting") -> list[str | float]:
     """The last rank dies; the others wait for it on the GPU, and must learn its name."""
-    comm = Nccl(coor, device=0, checked_calls=1, blocking=mode == "blocking")
+    comm = Communicator._of(Nccl, coor, device=0, checked_calls=1, blocking=mode == "blocking")
     comm.allreduce(torch.ones(10, device=GPU))
     comm.synchronize()
     coor.barrier()
@@ -245,7 +245,7 @@ def killed_peer(coor: Coordinator, mode: str = "waiting") -> list[str | float]:
 
 def killed_in_replay(coor: Coordinator, kind: str = "nccl") -> list[str | float]:
     """The last rank dies while the others replay; check() names it, and the GPU is free again."""
-    comm = Nccl(coor, device=0, checked_calls=0, oneshot=kind == "oneshot")
+    comm = Communicator._of(Nccl, coor, device=0, checked_calls=0, oneshot=kind == "oneshot")
     tensor, graph = torch.ones(1024, device=GPU), torch.cuda.CUDAGraph()
     comm.allreduce(tensor)
     with torch.cuda.graph(graph):
@@ -269,7 +269,7 @@ def killed_in_replay(coor: Coordinator, kind: str = "nccl") -> list[str | float]
 
 def oneshot_on_two_streams(coor: Coordinator) -> list[float]:
     """Sums on one stream after the other, without a wait of the host in between."""
-    with Nccl(coor, device=0, oneshot=True) as comm:
+    with Communicator._of(Nccl, coor, device=0, oneshot=True) as comm:
         made = [torch.cuda.Stream() for _ in range(2)]
         tensors = [torch.ones(1024, device=GPU) for _ in range(20)]
         torch.cuda.synchronize()
@@ -290,7 +290,7 @@ def _leave(result) -> None:
 
 def absent_rank(coor: Coordinator, mode: str = "waiting") -> list[str | float]:
     """The last rank does not make the call: the others' wait has an end, and so does abort()."""
-    comm = Nccl(coor, device=0, checked_calls=0, blocking=mode == "blocking")
+    comm = Communicator._of(Nccl, coor, device=0, checked_calls=0, blocking=mode == "blocking")
     comm.allreduce(torch.ones(10, device=GPU))
     comm.synchronize()
     start, said = time.monotonic(), ""
@@ -311,7 +311,7 @@ def absent_rank(coor: Coordinator, mode: str = "waiting") -> list[str | float]:
 
 def oneshot_sums(coor: Coordinator) -> list[str]:
     """The one-shot kernel of each process, on arenas that the processes map by CUDA IPC."""
-    with Nccl(coor, device=0, oneshot=True) as comm:
+    with Communicator._of(Nccl, coor, device=0, oneshot=True) as comm:
         problems = [
             f"{way.name} of {nbytes} bytes of {dtype}"
             for dtype in oneshot.DTYPES
@@ -337,7 +337,7 @@ def oneshot_sums(coor: Coordinator) -> list[str]:
 def _on_its_own_stream(coor: Coordinator) -> list[str]:
     """Small sums go on the stream that was given, after what the current one has to do."""
     side, tensor = torch.cuda.Stream(), torch.zeros(1024, device=GPU)
-    with Nccl(coor, device=0, oneshot=True, stream=side) as comm:
+    with Communicator._of(Nccl, coor, device=0, oneshot=True, stream=side) as comm:
         torch.cuda._sleep(100_000_000)
         comm.allreduce(tensor.fill_(1))
         torch.cuda._sleep(100_000_000)
@@ -350,7 +350,7 @@ def _is_exact(comm, nbytes, dtype, way) -> bool:
     generator = torch.Generator(GPU).manual_seed(comm.rank)
     mine = torch.randn(nbytes // dtype.itemsize, generator=generator, device=GPU).to(dtype)
     every, found = comm.allgather(mine), torch.empty_like(mine)
-    comm._oneshot.sum(mine, found, way)
+    comm._backend.oneshot.sum(mine, found, way)
     total = every[0].float()
     for part in every[1:]:
         total += part.float()
@@ -361,8 +361,8 @@ def _is_exact(comm, nbytes, dtype, way) -> bool:
 def oneshot_absent_rank(coor: Coordinator) -> list[str | float]:
     """The last rank does not make the call: the kernels of the others give up, and say so."""
     # A comparison of the first calls would wait for the absent rank before any kernel runs.
-    with Nccl(coor, device=0, oneshot=True, checked_calls=0) as comm:
-        comm._oneshot._call.timeout_ns = int(2e9)
+    with Communicator._of(Nccl, coor, device=0, oneshot=True, checked_calls=0) as comm:
+        comm._backend.oneshot._call.timeout_ns = int(2e9)
         start, said = time.monotonic(), ""
         if coor.rank != coor.world_size - 1:
             comm.allreduce(torch.ones(1024, device=GPU))
@@ -378,8 +378,8 @@ def oneshot_absent_rank(coor: Coordinator) -> list[str | float]:
 
 def oneshot_replay_alone(coor: Coordinator) -> str:
     """The last rank replays nothing: the others learn it from check(), without another call."""
-    with Nccl(coor, device=0, oneshot=True, checked_calls=0) as comm:
-        comm._oneshot._call.timeout_ns = int(2e9)
+    with Communicator._of(Nccl, coor, device=0, oneshot=True, checked_calls=0) as comm:
+        comm._backend.oneshot._call.timeout_ns = int(2e9)
         tensor, said = torch.ones(1024, device=GPU), ""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -400,7 +400,7 @@ def oneshot_replay_alone(coor: Coordinator) -> str:
 
 def oneshot_close_with_a_live_graph(coor: Coordinator) -> str:
     """One rank captured a sum: close() is refused on all, and the sums go on."""
-    comm = Nccl(coor, device=0, oneshot=True, checked_calls=0)
+    comm = Communicator._of(Nccl, coor, device=0, oneshot=True, checked_calls=0)
     tensor, graph = torch.ones(1024, dtype=torch.bfloat16, device=GPU), torch.cuda.CUDAGraph()
     if coor.is_master():
         with torch.cuda.graph(graph):  # the first sum of this dtype
@@ -416,7 +416,7 @@ def oneshot_close_with_a_live_graph(coor: Coordinator) -> str:
 
 def streams(coor: Coordinator) -> list[float]:
     """Calls go where torch works: after what was enqueued before, and the host does not wait."""
-    with Nccl(coor, device=0) as comm:
+    with Communicator._of(Nccl, coor, device=0) as comm:
         tensor = torch.zeros(1000, device=GPU)
         comm.allreduce(tensor)
         torch.cuda.synchronize()
@@ -431,7 +431,7 @@ def streams(coor: Coordinator) -> list[float]:
         found = [float(event.query())]
         event.synchronize()
         found.append(tensor.mean().item())
-        with Nccl(coor, device=0, stream=side) as given:
+        with Communicator._of(Nccl, coor, device=0, stream=side) as given:
             tensor.fill_(1)
             torch.cuda.synchronize()
             given.allreduce(tensor)
@@ -444,7 +444,7 @@ def compiled(coor: Coordinator) -> list[float]:
     """One call inside a compiled function, eager and captured."""
     from communicator import compile as group
 
-    with Nccl(coor, device=0) as comm:
+    with Communicator._of(Nccl, coor, device=0) as comm:
         name = group.name(comm)
         weight = torch.eye(64, device=GPU) * 2
 
@@ -469,7 +469,7 @@ def decode_in_a_graph(coor: Coordinator) -> list[list[int]]:
     """What a model cut over ranks says: whole, step by step, and replayed, sums included."""
     from tests.gpu import decode  # transformers, which no other case needs
 
-    with Nccl(coor, device=0) as comm:
+    with Communicator._of(Nccl, coor, device=0) as comm:
         decoder = decode.Decoder(decode.small_model(GPU), comm)
         found = [decode.whole_tokens(GPU), decoder.tokens()]
         graph = torch.cuda.CUDAGraph()
@@ -492,7 +492,7 @@ def nano_engine(coor: Coordinator, folder: str) -> list[Any]:
     if coor.is_master():
         model.save_pretrained(folder)
     coor.barrier()
-    with Nccl(coor, device=0) as comm:
+    with Communicator._of(Nccl, coor, device=0) as comm:
         engine = Engine(folder, coor, comm, slots=2, length=decode.ROOM)
         engine.uses_graphs = True  # also by the stand-in
         tokens, num_graphs = engine.generate(decode.PROMPT * 2, decode.COUNT), len(engine.graphs)
@@ -547,11 +547,11 @@ def create_and_destroy(
     leak: anything, to plant one of each kind in every life, which has to be noticed.
     """
     for _ in range(3):
-        Nccl(coor, device=0).close()
+        Communicator._of(Nccl, coor, device=0).close()
     before, lives, end = _holdings(coor), 0, time.monotonic() + float(seconds)
     planted = []
     while lives < int(times) and time.monotonic() < end:
-        Nccl(coor, device=0).close()
+        Communicator._of(Nccl, coor, device=0).close()
         planted += [_leak()] if leak else []
         lives += 1
     after = _holdings(coor)
@@ -581,7 +581,7 @@ def _holdings(coor: Coordinator) -> dict[str, float]:
 
 def mistakes(coor: Coordinator) -> list[str]:
     """Each is told at once, and the communicator goes on."""
-    with Nccl(coor, device=0) as comm:
+    with Communicator._of(Nccl, coor, device=0) as comm:
         good = torch.ones(4, 6, device=GPU)
         wrong = [
             lambda: comm.allreduce(torch.ones(3)),

@@ -30,18 +30,14 @@ class CpuNccl(Shm):
 
     _failure: DrumlineError | None = None
 
-    def do_open(self, blocking: bool = False, oneshot: bool = False) -> None:
-        super().do_open()
-        self.allreduce = self._noting(self.allreduce)
+    def open(self, blocking: bool = False, oneshot: bool = False) -> None:
+        super().open()
 
-    def _noting(self, native: Any) -> Any:
-        def allreduce(tensor: torch.Tensor, op: Any = "sum") -> torch.Tensor:
-            if not tapes:
-                return native(tensor, op)
-            tapes[-1].add(lambda: self._replay(lambda: native(tensor, op)))
-            return tensor
+    def allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: Any) -> None:
+        def reduce() -> None:
+            Shm.allreduce(self, out, tensor, op)
 
-        return allreduce
+        tapes[-1].add(lambda: self._replay(reduce)) if tapes else reduce()
 
     def _replay(self, call: Any) -> None:
         """A replay raises nothing: check() does."""

@@ -9,28 +9,26 @@ from __future__ import annotations
 import functools
 import os
 import secrets
-import sys
 import time
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
 
 import communicator._native as _native
 from communicator import timings
+from communicator.backend import Backend
 from communicator.backends.nccl import nccl_library
 from communicator.backends.nccl.exit_notice import ExitNotice
 from communicator.backends.nccl.given_stream import GivenStream
 from communicator.backends.nccl.nccl_library import NcclLibrary, version_text
-from communicator.backends.nccl.oneshot import Oneshot, is_aligned, select_algorithm
+from communicator.backends.nccl.oneshot import Algorithm, Oneshot, is_aligned, select_algorithm
 from communicator.backends.nccl.registered_memory import RegisteredMemory
 from communicator.backends.nccl.watchdog import Watchdog
-from communicator.backends.plugin import PluginCommunicator
-from communicator.base import Communicator
+from communicator.backends.plugin import LibraryCalls, PluginBackend
 from communicator.calls.default_collectives import P2PCall
 from communicator.calls.dtypes import op_name
 from communicator.calls.failures import describe_lost
@@ -48,28 +46,28 @@ SCORE = 200
 
 
 def _adding_dead_peers(call: str) -> Any:
-    """PluginCommunicator's method of this name, whose errors also name the peers that died."""
-    method = getattr(PluginCommunicator, call)
+    """PluginBackend's method of this name, whose errors also name the peers that died."""
+    method = getattr(PluginBackend, call)
 
     @functools.wraps(method)
     def wrapped(self: Nccl, *args: Any, **kwargs: Any) -> Any:
         self.check_not_aborted()
-        if self._given_stream is not None:
-            self._given_stream.follow_current(call)
+        if self.given_stream is not None:
+            self.given_stream.follow_current(call)
         try:
             result = method(self, *args, **kwargs)
         except (PeerLost, CommunicatorTimeout) as error:
             raise self.with_dead_peers(error) from error
-        if self._given_stream is not None:
-            self._given_stream.keep([*args, *kwargs.values(), result])
+        if self.given_stream is not None:
+            self.given_stream.keep([*args, *kwargs.values(), result])
         return result
 
     return wrapped
 
 
-def _fast_allreduce(comm: Nccl) -> Callable[..., torch.Tensor]:
+def _fast_allreduce(backend: Nccl) -> Callable[..., torch.Tensor]:
     """allreduce as _adding_dead_peers makes it, with one frame of Python above the C call."""
-    native, owner = comm._comm.allreduce, weakref.ref(comm)
+    native, owner = backend._comm.allreduce, weakref.ref(backend)
 
     def allreduce(
         tensor: torch.Tensor, op: Any = "sum", *, out: torch.Tensor | None = None
@@ -77,14 +75,42 @@ def _fast_allreduce(comm: Nccl) -> Callable[..., torch.Tensor]:
         try:
             return native(tensor, op, out)
         except (PeerLost, CommunicatorTimeout) as error:
-            if (comm := owner()) is None:
+            if (backend := owner()) is None:
                 raise
-            raise comm.with_dead_peers(error) from error
+            raise backend.with_dead_peers(error) from error
+        except (TypeError, ValueError):  # that it has ended matters more
+            if (backend := owner()) is not None:
+                backend.check_not_aborted()
+            raise
 
-    return functools.update_wrapper(allreduce, PluginCommunicator.allreduce)
+    return functools.update_wrapper(allreduce, LibraryCalls.allreduce)
 
 
-class Nccl(PluginCommunicator):
+class NcclCalls(LibraryCalls):
+    """Calls of NCCL, whose errors also name the peers that died; small sums by oneshot."""
+
+    backend: Nccl
+
+    def straight(self) -> dict[str, Callable[..., Any]]:
+        is_plain = self.backend.given_stream is None and self.backend.oneshot is None
+        calls = super().straight()
+        return {**calls, "allreduce": _fast_allreduce(self.backend)} if is_plain else calls
+
+    def allreduce(
+        self, tensor: torch.Tensor, op: Any = "sum", *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """By oneshot if it is open, and size, dtype and op say so, identically on every rank."""
+        algorithm = self.backend.oneshot_algorithm(tensor, op)
+        if algorithm is None:
+            return super().allreduce(tensor, op, out=out)
+        self.backend.check_tensor("allreduce", tensor)
+        if out is not None:
+            self.backend.check_out("allreduce", out, tensor.shape, tensor)
+        self.backend.sum_in_one_shot(tensor, tensor if out is None else out, algorithm)
+        return tensor if out is None else out
+
+
+class Nccl(PluginBackend):
     """Work goes on torch's current stream; `with torch.cuda.stream(s):` chooses another.
 
     library: the path of libnccl.so.2; None looks for it. All ranks must have the same build.
@@ -106,10 +132,11 @@ class Nccl(PluginCommunicator):
     device_type = "cuda"
     path = os.path.join(os.path.dirname(__file__), "_nccl.abi3.so")
     is_trusted = True
+    closes_when_forgotten = False
     # Composed, since NCCL has no such calls.
-    do_gather, do_scatter = Communicator.do_gather, Communicator.do_scatter
-    do_allgatherv = Communicator.do_allgatherv
-    do_reduce_scatterv = Communicator.do_reduce_scatterv
+    gather, scatter = Backend.gather, Backend.scatter
+    allgatherv = Backend.allgatherv
+    reduce_scatterv = Backend.reduce_scatterv  # type: ignore[assignment]  # of any op
 
     @classmethod
     def probe(cls, coor: Coordinator) -> int:
@@ -124,11 +151,10 @@ class Nccl(PluginCommunicator):
     _end_failures: tuple[RankFailure, ...] = ()
     _is_end_known = False  # to its user: an error said so, or the user called abort()
     _exit_notice: ExitNotice
-    _oneshot: Oneshot | None = None
-    _given_stream: GivenStream | None = None
-    _own_coor: Coordinator | None = None  # created for this communicator alone, by split()
+    oneshot: Oneshot | None = None
+    given_stream: GivenStream | None = None
 
-    def do_open(  # type: ignore[override]  # these options and no others
+    def open(  # type: ignore[override]  # these options and no others
         self,
         library: str | None = None,
         stream: torch.cuda.Stream | None = None,
@@ -140,7 +166,7 @@ class Nccl(PluginCommunicator):
         """existing: a communicator of NCCL's to use, instead of opening one."""
         self._stream = stream
         if stream is not None:
-            self._given_stream = GivenStream(stream, self._me)
+            self.given_stream = GivenStream(stream, self._me)
         self._library, self._library_problem = _find(library)
         if existing is None:
             options: dict[str, Any] = {
@@ -151,20 +177,20 @@ class Nccl(PluginCommunicator):
                 options["stream"] = stream.cuda_stream
             if max_ctas is not None:
                 options["max_ctas"] = max_ctas
-            super().do_open(**options)
+            super().open(**options)
         else:
             self._load_plugin()
             self._comm = existing
             self._comm.name_rank(self._me)
+            self._make_call_checker()
         self._memory = RegisteredMemory(self)
         self._exit_notice = ExitNotice(self.coor)
         self._connect()
         if oneshot:
-            self._oneshot = Oneshot(self.coor, self.device.index)
+            self.oneshot = Oneshot(self.coor, self.device.index)
 
-    def _straight(self) -> dict[str, Callable[..., Any]]:
-        is_plain = self._given_stream is None and self._oneshot is None and not self._end_reason
-        return {"allreduce": _fast_allreduce(self)} if is_plain else {}
+    def own_calls(self) -> NcclCalls:
+        return NcclCalls(self)
 
     def _connect(self) -> None:
         """Make the first connections now, with a deadline, and start to watch for failures."""
@@ -194,7 +220,7 @@ class Nccl(PluginCommunicator):
                 proposal["unique_id"] = self._library.unique_id()
             except Unsupported as error:
                 proposal["problem"] = str(error)
-        if not self._is_gpu_named and torch.cuda.is_available():
+        if not self.is_gpu_named and torch.cuda.is_available():
             proposal["gpu"] = str(torch.cuda.get_device_properties(self.device).uuid)
         proposals = self.coor.allgather_object(proposal)
         self._check_libraries(proposals)
@@ -254,10 +280,10 @@ class Nccl(PluginCommunicator):
         Call it after replays of a graph, which raise nothing. Makes no CUDA call, and takes about a
         microsecond; what the watchdog has to find out is known here within seconds.
         """
-        self._check_open("check")
+        self.check_open("check")
         try:
-            if self._oneshot is not None:
-                self._oneshot.check()
+            if self.oneshot is not None:
+                self.oneshot.check()
             self._comm.async_error()
         except PeerLost as error:
             raise self.with_dead_peers(error) from error
@@ -281,8 +307,8 @@ class Nccl(PluginCommunicator):
             self._end_failures,
         )
 
-    def _check_open(self, call: str) -> None:
-        super()._check_open(call)
+    def check_open(self, call: str) -> None:
+        super().check_open(call)
         self.check_not_aborted()
 
     def check_peers(self, call: str) -> None:
@@ -295,7 +321,7 @@ class Nccl(PluginCommunicator):
             raise self._end_error()
 
     def is_usable(self) -> bool:
-        return not self._closed and not self._end_reason
+        return not self.is_closed and not self._end_reason
 
     def find_failure(self) -> PeerLost | None:
         """Why no call can succeed any more; None while they can."""
@@ -303,8 +329,8 @@ class Nccl(PluginCommunicator):
             time.sleep(timings.TIMINGS.watchdog_grace_s)
             return PeerLost(f"a peer died.{describe_lost(lost)}", lost)
         try:
-            if self._oneshot is not None:
-                self._oneshot.check()
+            if self.oneshot is not None:
+                self.oneshot.check()
             self._comm.async_error()
         except DrumlineError as error:
             lost = self._await_lost_peers()
@@ -325,82 +351,62 @@ class Nccl(PluginCommunicator):
             return
         self._end_failures, self._is_end_known = reason.failures, is_known
         self._end_reason = str(reason)
-        if self._call_checker is not None:
-            self._call_checker.remove()
-        self._bind()  # without the fast allreduce, which does not look at _end_reason
-        if self._oneshot is not None:
-            self._oneshot.state.abort()
+        if self.call_checker is not None:
+            self.call_checker.remove()
+        if self.oneshot is not None:
+            self.oneshot.state.abort()
         self._comm.abort()
 
     # Closing.
 
-    def close(self) -> None:
-        """Wait for what is enqueued and free everything. Every rank closes.
+    def finish(self) -> DrumlineError | None:
+        """Wait for what is enqueued. Every rank closes.
 
         Raises CommunicatorError, and stays open, while a CUDA graph that captured this communicator
         is alive: NCCL would wait for it for ever. Delete or reset() the graph first. One that holds
         one-shot sums makes it raise on every rank.
-        Raises PeerLost, and is closed, if a peer died and no call has said so yet: what was
-        enqueued may not have happened. While another exception is in flight that is a warning.
+        PeerLost, once closed, if a peer died and no call has said so yet: what was enqueued may not
+        have happened. While another exception is in flight that is a warning.
         """
-        self._end(is_failing=sys.exc_info()[0] is not None)
-
-    def _end(self, is_failing: bool) -> None:
-        if self._closed:
-            return
-        problem: DrumlineError | None = None
         if not self._end_reason:
-            problem = self._finalize()
-        elif not self._is_end_known:
-            problem = self._end_error()
-        super().close()
-        self._memory.free_dropped()
-        if problem is not None and not is_failing:
-            raise problem
-        if problem is not None:
-            warnings.warn(str(problem), RuntimeWarning, stacklevel=3)
+            return self._finalize()
+        return None if self._is_end_known else self._end_error()
+
+    def leave(self) -> None:
+        """Abort: the others may make other calls, so wait for none."""
+        self.abort()
 
     def _finalize(self) -> DrumlineError | None:
         """Close in good order, and announce it to the peers. Returns what went wrong."""
         self._memory.free_dropped()
         try:
-            if self._oneshot is not None:
-                self._oneshot.prepare_close()
+            if self.oneshot is not None:
+                self.oneshot.prepare_close()
             self._comm.finalize()
         except (PeerLost, CommunicatorTimeout) as error:  # then NCCL was aborted
             return self.with_dead_peers(error)
         self._is_finalized = True
         if self._watchdog is not None:
             self._watchdog.stop()
-        if self._oneshot is not None:
-            self._oneshot.close()
+        if self.oneshot is not None:
+            self.oneshot.close()
         if self.world_size > 1:
             self._exit_notice.announce()
         return None
 
-    def do_close(self) -> None:
+    def close(self) -> None:
         if self._watchdog is not None:
             self._watchdog.stop()
         if hasattr(self, "_comm") and not self._is_finalized:  # another rank could not join
             self._comm.abort()
-        super().do_close()
-        if self._own_coor is not None and not self._end_reason:
-            self._own_coor.close()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:  # the others may make other calls: wait for none
-            self.abort()
-        self._end(is_failing=error is not None)
+        super().close()
+        if hasattr(self, "_memory"):
+            self._memory.free_dropped()
 
     def __del__(self) -> None:
         """Never calls NCCL: its ends wait for other ranks, and garbage is collected anywhere."""
-        if hasattr(self, "_comm") and not getattr(self, "_closed", True) and not self._end_reason:
-            self._closed = True
+        if hasattr(self, "_comm") and not self.is_closed and not self._end_reason:
+            self.is_closed = True
             warnings.warn(
                 f"{self._me}: a Communicator over nccl was forgotten without close(); NCCL "
                 "keeps its memory until the process ends. Use `with`.",
@@ -408,7 +414,7 @@ class Nccl(PluginCommunicator):
                 stacklevel=2,
             )
 
-    allreduce_by_nccl = _adding_dead_peers("allreduce")
+    allreduce = _adding_dead_peers("allreduce")
     broadcast = _adding_dead_peers("broadcast")
     reduce = _adding_dead_peers("reduce")
     allgather = _adding_dead_peers("allgather")
@@ -418,36 +424,36 @@ class Nccl(PluginCommunicator):
     recv = _adding_dead_peers("recv")
     barrier = _adding_dead_peers("barrier")
 
-    def do_group(self, calls: list[P2PCall]) -> None:
-        if self._given_stream is not None:
-            self._given_stream.follow_current("group")
-        super().do_group(calls)
+    def group(self, calls: list[P2PCall]) -> None:
+        if self.given_stream is not None:
+            self.given_stream.follow_current("group")
+        super().group(calls)
 
     # Small sums.
 
-    def allreduce(
-        self, tensor: torch.Tensor, op: Any = "sum", *, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """With oneshot size, dtype and op decide how, identically on every rank."""
-        algorithm, is_number = None, isinstance(op, int)  # of a scaled sum
-        is_plain = self._oneshot is not None and isinstance(tensor, torch.Tensor) and not is_number
-        if is_plain and op_name(op) == "sum":
-            algorithm = select_algorithm(self.world_size, tensor.nbytes, tensor.dtype)
-        if algorithm is None or self._oneshot is None or tensor.device != self.device:
-            return self.allreduce_by_nccl(tensor, op, out=out)  # type: ignore[no-any-return]
-        self._check("allreduce", tensor)
+    def oneshot_algorithm(self, tensor: torch.Tensor, op: Any) -> Algorithm | None:
+        """The algorithm of oneshot for a sum; None for NCCL."""
+        if self.oneshot is None or not isinstance(tensor, torch.Tensor) or isinstance(op, int):
+            return None
+        if op_name(op) != "sum" or tensor.device != self.device:
+            return None
+        return select_algorithm(self.world_size, tensor.nbytes, tensor.dtype)
+
+    def sum_in_one_shot(
+        self, tensor: torch.Tensor, out: torch.Tensor, algorithm: Algorithm
+    ) -> None:
+        """Enqueue the sum of every rank's tensor into out, which may be tensor."""
+        assert self.oneshot is not None
         self._comm.async_error()
-        out = tensor if out is None else self._check_out("allreduce", out, tensor.shape, tensor)
-        if self._given_stream is not None:
-            self._given_stream.follow_current("allreduce")
-            self._given_stream.keep([tensor, out])
+        if self.given_stream is not None:
+            self.given_stream.follow_current("allreduce")
+            self.given_stream.keep([tensor, out])
         with torch.cuda.stream(self._stream):
             if is_aligned(tensor) and is_aligned(out):
-                self._oneshot.sum(tensor, out, algorithm)
+                self.oneshot.sum(tensor, out, algorithm)
             else:  # maybe on some ranks only, and the others are in the kernel
-                self._oneshot.sum(copy := tensor.clone(), copy, algorithm)
+                self.oneshot.sum(copy := tensor.clone(), copy, algorithm)
                 out.copy_(copy)
-        return out
 
     # What NCCL has beyond the common operations.
 
@@ -456,7 +462,7 @@ class Nccl(PluginCommunicator):
 
         It belongs to this communicator and lasts as long.
         """
-        self._check_open("scaled_sum")
+        self.check_open("scaled_sum")
         return self._comm.scaled_sum(torch.tensor(scale, dtype=dtype))
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -479,37 +485,29 @@ class Nccl(PluginCommunicator):
         self._comm.mem_free(address)
 
     def _check_outside_capture(self, call: str) -> None:
-        self._check_open(call)
+        self.check_open(call)
         if self.is_capturing():
             raise CommunicatorError(
                 f"{self._me}: {call} inside the capture of a graph, which it would break. "
                 "Call it before the capture."
             )
 
-    def split(self, ranks: Sequence[int]) -> Nccl | None:
-        """A communicator over some ranks of this one, in the order given; None on the others.
+    def part_options(self, ranks: Sequence[int]) -> dict[str, Any]:
+        """Options of a part, which is quicker made than new: NCCL knows the way between its ranks.
 
-        Collective over all ranks of this one, with the same ranks. Quicker than a new one, for NCCL
-        knows the way between them.
+        Collective over all ranks of this one, with the same ranks.
         """
         self._check_outside_capture("split")
-        coor = self.coor.split(ranks)
         key = list(ranks).index(self.rank) if self.rank in ranks else 0
         color = 0 if self.rank in ranks else -1
-        handle = self._comm.split(color, key, key, len(ranks))
-        if coor is None or handle is None:
-            return None
-        child = Nccl(
-            coor,
-            timeout_s=self.timeout_s,
-            checked_calls=self.capabilities.checked_calls,
-            library=self.library.path,
-            device=self.device,
-            stream=self._stream,
-            existing=handle,
-        )
-        child._own_coor = coor
-        return child
+        return {
+            "existing": self._comm.split(color, key, key, len(ranks)),
+            "timeout_s": self.timeout_s,
+            "checked_calls": self.capabilities.checked_calls,
+            "library": self.library.path,
+            "device": self.device,
+            "stream": self._stream,
+        }
 
 
 def _warn_of_driver() -> None:
@@ -519,7 +517,7 @@ def _warn_of_driver() -> None:
             "that hold calls, and NCCL would wait for them for ever. Reset them before, and run "
             "each call once before it is captured; or install a newer driver.",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

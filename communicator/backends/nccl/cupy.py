@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from communicator.base import Capabilities, Communicator
+from communicator.backend import Backend, Capabilities
 from communicator.calls.default_collectives import P2PCall
 from communicator.calls.dtypes import OPS, dtype_info
 from communicator.calls.failures import describe_lost, run_on_all_ranks
@@ -27,13 +27,14 @@ BYTE = 1  # ncclUint8
 LAST_DTYPE = 9  # ncclBfloat16; older NCCLs know no more
 
 
-class Cupy(Communicator):
+class Cupy(Backend):
     """Work goes on torch's current stream."""
 
     name = "cupy"
     device_type = "cuda"
     # Comparing would wait for the GPU, which a capture does not survive.
     capabilities = Capabilities(checked_calls=0)
+    closes_when_forgotten = False
 
     @classmethod
     def probe(cls, coor: Coordinator) -> int:
@@ -42,7 +43,7 @@ class Cupy(Communicator):
         _nccl()
         return SCORE
 
-    def do_open(self) -> None:
+    def open(self) -> None:
         self._captured = False  # then NCCL's own end would wait for the graph, for ever
         self._nccl = _nccl()
         unique_id = b""
@@ -74,7 +75,7 @@ class Cupy(Communicator):
             ) from results[0]
         return results[0]
 
-    def do_close(self) -> None:
+    def close(self) -> None:
         comm = self.__dict__.pop("_comm", None)
         if comm is None:
             return
@@ -111,49 +112,49 @@ class Cupy(Communicator):
             )
         return number, OPS[op].nccl
 
-    def do_allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+    def allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         codes = self._reduction_codes(tensor, op)
         self._run("allReduce", tensor.data_ptr(), out.data_ptr(), tensor.numel(), *codes)
 
-    def do_reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: str) -> None:
+    def reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: str) -> None:
         codes = self._reduction_codes(tensor, op)
         to = 0 if out is None else out.data_ptr()
         self._run("reduce", tensor.data_ptr(), to, tensor.numel(), *codes, dst)
 
-    def do_reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         codes = self._reduction_codes(tensor, op)
         self._run("reduceScatter", tensor.data_ptr(), out.data_ptr(), out.numel(), *codes)
 
-    def do_broadcast(self, tensor: torch.Tensor, src: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         at = tensor.data_ptr()
         self._run("broadcast", at, at, tensor.nbytes, BYTE, src)
 
-    def do_allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+    def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         self._run("allGather", tensor.data_ptr(), out.data_ptr(), tensor.nbytes, BYTE)
 
-    def do_alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+    def alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         out[self.rank].copy_(tensor[self.rank])
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         sends = [("send", tensor[rank], rank) for rank in others]
-        self.do_group(sends + [("recv", out[rank], rank) for rank in others])
+        self.group(sends + [("recv", out[rank], rank) for rank in others])
 
-    def do_send(self, tensor: torch.Tensor, dst: int) -> None:
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
         self._run("send", tensor.data_ptr(), tensor.nbytes, BYTE, dst)
 
-    def do_recv(self, tensor: torch.Tensor, src: int) -> None:
+    def recv(self, tensor: torch.Tensor, src: int) -> None:
         self._run("recv", tensor.data_ptr(), tensor.nbytes, BYTE, src)
 
-    def do_group(self, calls: list[P2PCall]) -> None:
+    def group(self, calls: list[P2PCall]) -> None:
         self._nccl.groupStart()
         try:
             for kind, tensor, peer in calls:
-                self.do_send(tensor, peer) if kind == "send" else self.do_recv(tensor, peer)
+                self.send(tensor, peer) if kind == "send" else self.recv(tensor, peer)
         finally:
             self._nccl.groupEnd()
 
-    def do_barrier(self) -> None:
+    def barrier(self) -> None:
         word = torch.zeros(1, device=self.device)
-        self.do_allreduce(word, word, "max")
+        self.allreduce(word, word, "max")
 
 
 def _nccl() -> Any:

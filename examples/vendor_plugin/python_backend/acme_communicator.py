@@ -7,11 +7,11 @@ import socket
 
 import torch
 
-from communicator import Communicator, CommunicatorTimeout, PeerLost, Unsupported
+from communicator import Backend, CommunicatorTimeout, PeerLost, Unsupported
 from coordinator import Coordinator
 
 
-class Acme(Communicator):
+class Acme(Backend):
     """Only send and recv; every collective is inherited and works on top of them."""
 
     name = "acme"
@@ -22,7 +22,7 @@ class Acme(Communicator):
             raise Unsupported("acme connects the ranks of one node only")
         return 1
 
-    def do_open(self) -> None:
+    def open(self) -> None:
         listener = socket.create_server(("127.0.0.1", 0), backlog=self.world_size)
         listener.settimeout(self.timeout_s)
         ports = self.coor.allgather(str(listener.getsockname()[1]).encode())
@@ -38,11 +38,11 @@ class Acme(Communicator):
             self._sockets[peer] = connection
         listener.close()
 
-    def do_close(self) -> None:
+    def close(self) -> None:
         for connection in self._sockets.values():
             connection.close()
 
-    def do_send(self, tensor: torch.Tensor, dst: int) -> None:
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
         try:
             self._sockets[dst].sendall(_memory(tensor))
         except TimeoutError as error:
@@ -50,7 +50,7 @@ class Acme(Communicator):
         except OSError as error:
             raise PeerLost(f"rank {self.rank}: rank {dst} is gone") from error
 
-    def do_recv(self, tensor: torch.Tensor, src: int) -> None:
+    def recv(self, tensor: torch.Tensor, src: int) -> None:
         room = _memory(tensor)
         try:
             while room:

@@ -80,8 +80,8 @@ def test_all_ranks_of_a_node_move_large_tensors_and_one_moves_small_ones(ranks, 
     def body(info):
         sizes = []
         with Coordinator(info) as coor, Communicator(coor) as comm:
-            run = comm._network.run_compiled
-            comm._network.run_compiled = lambda compiled, tensor, *rest: (
+            run = comm._backend._network.run_compiled
+            comm._backend._network.run_compiled = lambda compiled, tensor, *rest: (
                 sizes.append(tensor.nbytes),
                 run(compiled, tensor, *rest),
             )

@@ -167,7 +167,7 @@ def test_programs_are_kept_up_to_so_many_messages(monkeypatch):
     monkeypatch.setattr(scheduled_collectives, "MAX_KEPT_MESSAGES", 40)
     rank = Recorded(0, 4)
     for numel in range(1000, 1018):
-        rank.do_alltoall(torch.zeros(4, numel), torch.zeros(4, numel))
+        rank.alltoall(torch.zeros(4, numel), torch.zeros(4, numel))
     assert sum(program.num_messages for program in rank._programs.values()) == 36
 
 
@@ -176,7 +176,7 @@ def test_ranks_whose_parts_differ_in_size_take_the_same_rounds(numel):
     """Around the size from which a part goes in two pieces."""
     ranks = [Recorded(rank, 3) for rank in range(3)]
     for rank in ranks:
-        rank.do_allreduce(torch.zeros(numel), torch.zeros(numel), "sum")
+        rank.allreduce(torch.zeros(numel), torch.zeros(numel), "sum")
     shapes = [[(len(one.rounds), one.window) for one in rank.schedules] for rank in ranks]
     assert shapes[0] == shapes[1] == shapes[2]
 
@@ -236,9 +236,9 @@ def test_rows_that_go_in_rotations_are_swapped_and_added_in_order(world_size, mo
 
     def body(rank):
         swapped, reduced, whole = tensors[0].clone(), tensors[0, 0].clone(), odd[0].clone()
-        rank.do_alltoall(swapped, tensors[rank.rank])
-        rank.do_reduce_scatter(reduced, tensors[rank.rank], "sum")
-        rank.do_allreduce(whole, odd[rank.rank], "sum")
+        rank.alltoall(swapped, tensors[rank.rank])
+        rank.reduce_scatter(reduced, tensors[rank.rank], "sum")
+        rank.allreduce(whole, odd[rank.rank], "sum")
         return swapped, reduced, whole
 
     for rank, (swapped, reduced, whole) in enumerate(on_all_ranks(world_size, body)):
@@ -284,12 +284,12 @@ def test_rounds_of_small_calls_grow_with_the_logarithm(world_size):
     log2 = (world_size - 1).bit_length()
     one, rows = torch.zeros(2), torch.zeros(world_size, 2, dtype=torch.int8)
     calls = {
-        "barrier": (1, lambda comm: comm.do_barrier()),
-        "allgather": (1, lambda comm: comm.do_allgather(torch.zeros(world_size, 2), one)),
-        "allreduce": (2, lambda comm: comm.do_allreduce(one.clone(), one, "sum")),
-        "reduce_scatter": (1, lambda comm: comm.do_reduce_scatter(rows[0].clone(), rows, "sum")),
-        "alltoall": (1, lambda comm: comm.do_alltoall(rows.clone(), rows)),
-        "broadcast": (1, lambda comm: comm.do_broadcast(one, 0)),
+        "barrier": (1, lambda comm: comm.barrier()),
+        "allgather": (1, lambda comm: comm.allgather(torch.zeros(world_size, 2), one)),
+        "allreduce": (2, lambda comm: comm.allreduce(one.clone(), one, "sum")),
+        "reduce_scatter": (1, lambda comm: comm.reduce_scatter(rows[0].clone(), rows, "sum")),
+        "alltoall": (1, lambda comm: comm.alltoall(rows.clone(), rows)),
+        "broadcast": (1, lambda comm: comm.broadcast(one, 0)),
     }
     for name, (times, call) in calls.items():
         rounds, messages, _ = traffic(world_size, call)
@@ -311,7 +311,7 @@ def test_the_busiest_link_carries_little_more_than_the_least_bytes(world_size):
         )
         comm.run_schedule(step.schedule, rows, rows)
 
-    least = {exchange: others * row, lambda comm: comm.do_broadcast(rows, 0): numel}
+    least = {exchange: others * row, lambda comm: comm.broadcast(rows, 0): numel}
     for call, most in least.items():
         assert traffic(world_size, call)[2] <= 1.1 * most
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from communicator import Communicator, Unsupported, conformance
+from communicator import Backend, Communicator, Unsupported, conformance
 from communicator.backends.gloo import Gloo
+from communicator.backends.plugin import LibraryCalls
 from communicator.backends.shm import Shm
 from coordinator import Coordinator
 
@@ -21,7 +22,7 @@ def forgets_the_tail(comm, call, tensor, *others, **options):
     written = call(tensor, *others, **options)
     flat = written.view(-1)
     tail = flat.numel() // 8 * 8
-    if written is tensor and not comm._pending:
+    if written is tensor and not comm.pending:
         flat[tail:] = before.view(-1)[tail:]
     elif written is not None:
         flat[tail:] = 0
@@ -63,7 +64,7 @@ def ignores_the_root(comm, call, tensor, root=0, *others):
 
 
 def mistakes_the_peer(comm, call, tensor, peer):
-    return call(tensor, peer if comm.rank or comm._pending is not None else 3 - peer)
+    return call(tensor, peer if comm.rank or comm.pending is not None else 3 - peer)
 
 
 def returns_too_early(comm, call, tensor, *others, **options):
@@ -245,23 +246,32 @@ PLANTED = [
     (writes_beside_the_tensor, "allreduce", "unaligned"),
     (takes_what_is_not_contiguous_and_loses_it, "allreduce", "not contiguous"),
     (gives_the_result_of_the_call_before, "allreduce", "close together"),
-    (mixes_up_messages, "do_group", "group of both"),
+    (mixes_up_messages, "group", "group of both"),
     (loses_the_message, "send", "keep order"),
     (does_not_wait, "barrier", "barrier"),
-    *((does_nothing, name, "gather and scatter") for name in ("do_gather", "do_scatter")),
-    *((gives_zeros, name, "along a dim") for name in ("do_allgatherv", "do_reduce_scatterv")),
+    *((does_nothing, name, "gather and scatter") for name in ("gather", "scatter")),
+    *((gives_zeros, name, "along a dim") for name in ("allgatherv", "reduce_scatterv")),
     (works_on_a_copy, "recv", "dicts"),
     (refuses_on_one_rank, "broadcast", "broadcast, shape (3, 5)"),
     (cannot_have_no_dimensions, "allreduce", "allreduce, shape ()"),
 ]
 
 
-def with_fault(fault, method):
-    def faulty(self, *values, **options):
-        return fault(self, getattr(super(backend, self), method), *values, **options)
+OPERATIONS = ("gather", "scatter", "allgatherv", "reduce_scatterv")
 
-    backend = type(f"Shm that {fault.__name__}", (Shm,), {method: faulty})
-    return backend
+
+def with_fault(fault, method):
+    """Shared memory with a fault in a call as users make it, or in an operation of the backend."""
+
+    def faulty(self, *values, **options):
+        return fault(self, getattr(super(kind, self), method), *values, **options)
+
+    name = f"Shm that {fault.__name__}"
+    if method in OPERATIONS:
+        kind = type(name, (Shm,), {method: faulty})
+        return kind
+    kind = type(name, (LibraryCalls,), {method: faulty, "straight": lambda self: {}})
+    return type(name, (Shm,), {"own_calls": lambda self: kind(self)})
 
 
 @pytest.fixture
@@ -304,11 +314,11 @@ def test_a_correct_backend_passes_every_case_and_a_fault_is_reported(checked):
 class OnlySendsAndReceives(Gloo):
     """What a vendor writes first: two methods, and everything else is inherited."""
 
-    do_barrier = Communicator.do_barrier
-    do_broadcast = Communicator.do_broadcast
-    do_allreduce = Communicator.do_allreduce
-    do_allgather = Communicator.do_allgather
-    do_group = Communicator.do_group
+    barrier = Backend.barrier
+    broadcast = Backend.broadcast
+    allreduce = Backend.allreduce
+    allgather = Backend.allgather
+    group = Backend.group
 
 
 def test_send_and_recv_alone_make_a_whole_communicator(checked):
@@ -317,12 +327,12 @@ def test_send_and_recv_alone_make_a_whole_communicator(checked):
 
 
 class OnlySums(Gloo):
-    do_barrier = Communicator.do_barrier
+    barrier = Backend.barrier
 
-    def do_allreduce(self, out, tensor, op):
+    def allreduce(self, out, tensor, op):
         if op != "sum":
             raise Unsupported("sums alone")
-        super().do_allreduce(out, tensor, op)
+        super().allreduce(out, tensor, op)
 
 
 def test_a_backend_that_adds_and_nothing_else_has_barriers(checked):
@@ -331,10 +341,10 @@ def test_a_backend_that_adds_and_nothing_else_has_barriers(checked):
 
 
 class CannotSum8Bits(Shm):
-    def allreduce(self, tensor, op="sum", *, out=None):
+    def allreduce(self, out, tensor, op):
         if tensor.dtype.itemsize == 1:
             raise Unsupported("no reductions of 8-bit types")
-        return super().allreduce(tensor, op, out=out)
+        super().allreduce(out, tensor, op)
 
 
 def test_what_a_backend_refuses_is_unsupported_and_not_wrong(checked):

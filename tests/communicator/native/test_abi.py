@@ -182,7 +182,7 @@ def test_ranks_with_different_libraries_learn_it_before_they_meet(ranks_or_error
 
     def body(info):
         with Coordinator(info) as coor:
-            classes[info.rank](coor)
+            Communicator._of(classes[info.rank], coor)
 
     for error in ranks_or_errors(body, 2):
         assert isinstance(error, Unsupported) and "other 1.0" in str(error)

@@ -29,6 +29,10 @@ def pair(ranks_or_errors):
     return run
 
 
+def in_c(comm):
+    return comm._backend._comm
+
+
 def buffer():
     return torch.zeros(8)
 
@@ -60,9 +64,13 @@ BAD_CALLS = {
     "dtype of out": lambda comm: comm.allreduce(torch.ones(4), out=torch.ones(4).half()),
     "one row for each": lambda comm: comm.alltoall(torch.ones(3)),
     "out shares memory": lambda comm: _overlapping(comm),
-    "takes 3 arguments but 4": lambda comm: comm._comm.allreduce(torch.ones(1), "sum", None, 1),
-    "unexpected or repeated argument 'into'": lambda comm: comm._comm.allreduce(buffer(), into=1),
-    "needs 'tensor'": lambda comm: comm._comm.allreduce(),
+    "takes 3 arguments but 4": lambda comm: comm._backend._comm.allreduce(
+        torch.ones(1), "sum", None, 1
+    ),
+    "unexpected or repeated argument 'into'": lambda comm: comm._backend._comm.allreduce(
+        buffer(), into=1
+    ),
+    "needs 'tensor'": lambda comm: in_c(comm).allreduce(),
 }
 
 

@@ -16,7 +16,7 @@ import uuid
 
 import torch
 
-from communicator import PeerLost, timings
+from communicator import Communicator, PeerLost, timings
 from communicator.backends.nccl import Nccl
 from coordinator import Coordinator
 from launcher import LaunchInfo
@@ -53,7 +53,7 @@ def see(coor, comm):
 
 def live(info, library, end):
     coor = Coordinator(info, timeout_s=20)
-    comm = Nccl(coor, library=library)
+    comm = Communicator._of(Nccl, coor, library=library)
     coor.barrier()
     if info.rank == 1:
         end(coor, comm)

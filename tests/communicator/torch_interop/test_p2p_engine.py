@@ -39,7 +39,7 @@ def engines(request):
         def rank_of(rank):
             coor = Coordinator.over(store, rank, WORLD, timeout_s=20.0)
             comm = Communicator(coor, "shm") if request.param == "shm" else None
-            streams = comm.streams if comm else TcpStreams(coor.connections())
+            streams = comm._backend.streams if comm else TcpStreams(coor.connections())
             engine = P2PEngine(coor, streams).all_ranks
             try:
                 found[rank] = fn(engine)

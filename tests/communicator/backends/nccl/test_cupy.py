@@ -67,9 +67,15 @@ def stand_in(monkeypatch):
     return nccl
 
 
+def resize(comm, world_size):
+    for part in (comm, comm._calls, comm._backend):
+        part.world_size = world_size
+
+
 def test_every_operation_becomes_one_call_on_torchs_current_stream(stand_in):
-    with Coordinator() as coor, Cupy(coor) as comm:
-        comm.world_size, coor.ranks = 2, (0, 1)  # the stand-in would not mind
+    with Coordinator() as coor, Communicator._of(Cupy, coor) as comm:
+        resize(comm, 2)
+        coor.ranks = (0, 1)  # the stand-in would not mind
         a, rows = torch.ones(3), torch.ones(2, 3, dtype=torch.bfloat16)
         comm.allreduce(a, "max")
         comm.broadcast(a, 1)
@@ -87,13 +93,13 @@ def test_every_operation_becomes_one_call_on_torchs_current_stream(stand_in):
             ("reduceScatter", rows.data_ptr(), scattered.data_ptr(), 3, 9, 4, 77),
             ("send", at, 12, 1, 1, 77),
         ]
-        comm.world_size = 1
+        resize(comm, 1)
     assert stand_in.notes[-1] == ("destroy",)
 
 
 def test_sends_of_a_group_lie_between_its_start_and_end(stand_in):
-    with Coordinator() as coor, Cupy(coor) as comm:
-        comm.world_size = 2
+    with Coordinator() as coor, Communicator._of(Cupy, coor) as comm:
+        resize(comm, 2)
         with comm.group():
             comm.send(torch.ones(3), 1)
             comm.recv(torch.ones(3), 1)
@@ -102,21 +108,21 @@ def test_sends_of_a_group_lie_between_its_start_and_end(stand_in):
 
 
 def test_what_cupy_cannot_reduce_is_refused(stand_in):
-    with Coordinator() as coor, Cupy(coor) as comm:
-        comm.world_size = 2
+    with Coordinator() as coor, Communicator._of(Cupy, coor) as comm:
+        resize(comm, 2)
         with pytest.raises(Unsupported, match=r"does not reduce torch\.int16"):
             comm.allreduce(torch.ones(3, dtype=torch.int16))
 
 
 def test_a_failure_of_nccl_is_a_communicator_error(stand_in):
     """cupy has no text for newer codes and raises KeyError."""
-    with Coordinator() as coor, Cupy(coor) as comm:
-        comm.world_size = 2
+    with Coordinator() as coor, Communicator._of(Cupy, coor) as comm:
+        resize(comm, 2)
 
         def fail(*_):
             raise KeyError(6)
 
-        comm._comm.allReduce = fail
+        comm._backend._comm.allReduce = fail
         with pytest.raises(
             CommunicatorError, match="rank 0: allReduce failed in NCCL: KeyError: 6"
         ):
@@ -127,7 +133,7 @@ def test_a_start_that_gets_stuck_is_a_timeout(stand_in):
     stand_in.start_takes_s, stand_in.wait = 30, threading.Event()
     late = pytest.raises(CommunicatorError, match=r"NCCL did not start within 0\.2 s")
     with Coordinator(timeout_s=0.2) as coor, late:
-        Cupy(coor)
+        Communicator._of(Cupy, coor)
     stand_in.wait.set()
 
 
@@ -138,13 +144,13 @@ def test_any_exception_of_the_start_is_reported_and_is_no_timeout(stand_in, monk
     monkeypatch.setattr(Cupy, "_join", fail)
     told = pytest.raises(CommunicatorError, match="did not start: OverflowError: too many ranks")
     with Coordinator() as coor, told:
-        Cupy(coor)
+        Communicator._of(Cupy, coor)
 
 
 def test_a_captured_communicator_is_not_destroyed(stand_in, monkeypatch):
     """NCCL would wait for the graph for ever."""
-    with Coordinator() as coor, Cupy(coor) as comm:
-        comm.world_size = 2
+    with Coordinator() as coor, Communicator._of(Cupy, coor) as comm:
+        resize(comm, 2)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         comm.allreduce(torch.ones(3))
     assert ("destroy",) not in stand_in.notes
@@ -152,7 +158,7 @@ def test_a_captured_communicator_is_not_destroyed(stand_in, monkeypatch):
 
 def test_a_forgotten_communicator_is_not_destroyed(stand_in):
     with Coordinator() as coor:
-        comm = Cupy(coor)
+        comm = Communicator._of(Cupy, coor)
         del comm
     assert [note[0] for note in stand_in.notes] == ["start"]
 

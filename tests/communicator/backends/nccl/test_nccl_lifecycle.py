@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from communicator import CommunicatorError, PeerLost, Unsupported, timings
+from communicator import Communicator, CommunicatorError, PeerLost, Unsupported, timings
 from communicator.backends import nccl
 from communicator.backends.nccl import Nccl
-from communicator.interceptors import call_checker
 from coordinator import Coordinator, FailureReason, RankFailure
 from tests.communicator.backends.nccl import cuda_on_cpu, nccl_host
 
@@ -50,7 +49,7 @@ def log_of(path):
 
 def test_close_finalizes_and_destroys_once(path):
     with Coordinator() as coor:
-        comm = Nccl(coor, library=path)
+        comm = Communicator._of(Nccl, coor, library=path)
         comm.close()
         comm.close()
     assert log_of(path) == ["CommInitRankConfig nranks=1 rank=0", "CommFinalize", "CommDestroy"]
@@ -58,7 +57,7 @@ def test_close_finalizes_and_destroys_once(path):
 
 def test_a_forgotten_communicator_warns_and_asks_nothing_of_nccl(path):
     with Coordinator() as coor:
-        comm = Nccl(coor, library=path)
+        comm = Communicator._of(Nccl, coor, library=path)
         log_of(path)
         with pytest.warns(ResourceWarning, match="rank 0: .* was forgotten without close"):
             del comm
@@ -67,7 +66,11 @@ def test_a_forgotten_communicator_warns_and_asks_nothing_of_nccl(path):
 
 
 def test_leaving_because_of_an_error_aborts_and_waits_for_nobody(path):
-    with Coordinator() as coor, pytest.raises(ZeroDivisionError), Nccl(coor, library=path):
+    with (
+        Coordinator() as coor,
+        pytest.raises(ZeroDivisionError),
+        Communicator._of(Nccl, coor, library=path),
+    ):
         log_of(path)
         raise ZeroDivisionError
     assert log_of(path) == ["CommAbort"]
@@ -86,7 +89,7 @@ def test_if_one_rank_cannot_start_the_others_take_theirs_back(path, ranks):
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
             with pytest.raises(CommunicatorError, match="no more room"):
-                FailsToStart(coor, library=path)
+                Communicator._of(FailsToStart, coor, library=path)
             return "told"
 
     assert ranks(body, 3) == ["told"] * 3
@@ -95,7 +98,7 @@ def test_if_one_rank_cannot_start_the_others_take_theirs_back(path, ranks):
 
 def test_after_abort_every_call_says_why_and_close_is_quiet(path):
     with Coordinator() as coor:
-        comm = Nccl(coor, library=path)
+        comm = Communicator._of(Nccl, coor, library=path)
         comm.abort()
         with pytest.raises(PeerLost, match=r"rank 0: this communicator has ended: abort\(\) was"):
             comm.allreduce(torch.ones(3))
@@ -105,7 +108,10 @@ def test_after_abort_every_call_says_why_and_close_is_quiet(path):
 
 def test_a_dead_peer_ends_the_communicator_and_is_named(path, ranks):
     def body(info):
-        with Coordinator(info, timeout_s=20) as coor, Nccl(coor, library=path) as comm:
+        with (
+            Coordinator(info, timeout_s=20) as coor,
+            Communicator._of(Nccl, coor, library=path) as comm,
+        ):
             lose_the_other(comm)
             with pytest.raises(PeerLost, match=rf"a peer died\. Lost: rank {1 - info.rank} "):
                 comm.allreduce(torch.ones(3))
@@ -124,19 +130,23 @@ def lost_peers_of(comm, rank):
 
 def lose_the_other(comm):
     """Let the watch see the other rank dead, and wait until it has ended the communicator."""
-    comm._lost_peers = lambda: lost_peers_of(comm, 1 - comm.rank)
+    comm._backend._lost_peers = lambda: lost_peers_of(comm, 1 - comm.rank)
     deadline = time.monotonic() + SOON_S
-    while not comm._end_reason and time.monotonic() < deadline:
+    while not comm._backend._end_reason and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def test_leaving_after_a_loss_does_not_hide_the_error_that_is_under_way(path):
     with Coordinator() as coor:
         warned = pytest.warns(RuntimeWarning, match=r"rank 0: .* a peer died\. Lost: rank 9\.")
-        with warned, pytest.raises(ZeroDivisionError), Nccl(coor, library=path) as comm:
+        with (
+            warned,
+            pytest.raises(ZeroDivisionError),
+            Communicator._of(Nccl, coor, library=path) as comm,
+        ):
             comm.abort_because(PeerLost("a peer died. Lost: rank 9."))
             raise ZeroDivisionError
-        comm = Nccl(coor, library=path)
+        comm = Communicator._of(Nccl, coor, library=path)
         with pytest.warns(RuntimeWarning), pytest.raises(ZeroDivisionError):
             try:
                 comm.abort_because(PeerLost("a peer died. Lost: rank 9."))
@@ -148,9 +158,9 @@ def test_leaving_after_a_loss_does_not_hide_the_error_that_is_under_way(path):
 
 def test_an_end_that_fails_names_the_dead_and_closes(path):
     with Coordinator() as coor:
-        comm = Nccl(coor, library=path)
-        comm._comm = types.SimpleNamespace(finalize=fail, abort=quietly, close=quietly)
-        comm._await_lost_peers = lambda: (RANK_9,)
+        comm = Communicator._of(Nccl, coor, library=path)
+        comm._backend._comm = types.SimpleNamespace(finalize=fail, abort=quietly, close=quietly)
+        comm._backend._await_lost_peers = lambda: (RANK_9,)
         with pytest.raises(PeerLost, match=r"remote error\. Lost: rank 9\.$"):
             comm.close()
         assert comm._closed
@@ -175,10 +185,10 @@ def quietly():
 
 
 def test_an_allreduce_that_fails_names_the_dead_or_says_what_ended_the_communicator(path):
-    with Coordinator() as coor, Nccl(coor, library=path) as comm:
-        kept, comm._comm = comm._comm, types.SimpleNamespace(allreduce=fail)
-        allreduce, comm._comm = nccl._fast_allreduce(comm), kept
-        comm._await_lost_peers = lambda: (RANK_9,)
+    with Coordinator() as coor, Communicator._of(Nccl, coor, library=path) as comm:
+        kept, comm._backend._comm = comm._backend._comm, types.SimpleNamespace(allreduce=fail)
+        allreduce, comm._backend._comm = nccl._fast_allreduce(comm._backend), kept
+        comm._backend._await_lost_peers = lambda: (RANK_9,)
         with pytest.raises(PeerLost, match=r"remote error\. Lost: rank 9\.$"):
             allreduce(torch.ones(3))
         comm.abort()
@@ -191,13 +201,13 @@ def test_an_error_that_nccl_meets_by_itself_ends_the_communicator_and_names_the_
 
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
-            comm = Nccl(coor, library=path)
-            comm._lost_peers = lambda: ()
-            comm._await_lost_peers = lambda: (RANK_9,)
+            comm = Communicator._of(Nccl, coor, library=path)
+            comm._backend._lost_peers = lambda: ()
+            comm._backend._await_lost_peers = lambda: (RANK_9,)
             coor.barrier()
             ctypes.CDLL(path).stand_in_fail_with(6)
             deadline = time.monotonic() + SOON_S
-            while not comm._end_reason and time.monotonic() < deadline:
+            while not comm._backend._end_reason and time.monotonic() < deadline:
                 time.sleep(0.02)
             coor.barrier()
             with pytest.raises(PeerLost, match=r"remote error.*Lost: rank 9\."):
@@ -208,7 +218,7 @@ def test_an_error_that_nccl_meets_by_itself_ends_the_communicator_and_names_the_
 
 
 def test_split_makes_a_child_with_ranks_of_its_own(path):
-    with Coordinator() as coor, Nccl(coor, library=path) as comm:
+    with Coordinator() as coor, Communicator._of(Nccl, coor, library=path) as comm:
         child = comm.split([0])
         assert (child.rank, child.world_size) == (0, 1)
         child.close()
@@ -219,7 +229,7 @@ def test_split_makes_a_child_with_ranks_of_its_own(path):
 
 @pytest.mark.parametrize("call", ["empty", "split", "synchronize"])
 def test_what_would_break_a_capture_is_refused_inside_of_one(path, monkeypatch, call):
-    with Coordinator() as coor, Nccl(coor, library=path) as comm:
+    with Coordinator() as coor, Communicator._of(Nccl, coor, library=path) as comm:
         log_of(path)
         with monkeypatch.context() as capturing:
             capturing.setattr(torch.cuda, "is_available", lambda: True)
@@ -230,14 +240,14 @@ def test_what_would_break_a_capture_is_refused_inside_of_one(path, monkeypatch, 
 
 
 def test_a_scaled_sum_is_made_in_the_dtype_it_is_for(path):
-    with Coordinator() as coor, Nccl(coor, library=path) as comm:
+    with Coordinator() as coor, Communicator._of(Nccl, coor, library=path) as comm:
         log_of(path)
         assert comm.scaled_sum(0.5, torch.float32) == 5
         assert log_of(path) == ["RedOpCreatePreMulSum scale=0.5 dtype=7 residence=1"]
 
 
 def test_a_tensor_on_the_cpu_is_refused(path):
-    with Coordinator() as coor, Nccl(coor, library=path) as comm:
+    with Coordinator() as coor, Communicator._of(Nccl, coor, library=path) as comm:
         log_of(path)
         with pytest.raises(ValueError, match=r"rank 0, allreduce: the tensor is on cpu, .*cuda:0"):
             comm.allreduce(torch.ones(3))
@@ -246,8 +256,13 @@ def test_a_tensor_on_the_cpu_is_refused(path):
 
 def test_mismatched_calls_raise_before_nccl_is_called(path, ranks):
     def body(info):
-        with Coordinator(info, timeout_s=20) as coor, Nccl(coor, library=path) as comm:
-            comm._check = lambda call, tensor: None  # there is no GPU whose tensors to give
+        with (
+            Coordinator(info, timeout_s=20) as coor,
+            Communicator._of(Nccl, coor, library=path) as comm,
+        ):
+            comm._backend.check_tensor = lambda call, tensor: (
+                None
+            )  # there is no GPU whose tensors to give
             coor.barrier()
             log_of(path)
             coor.barrier()
@@ -262,12 +277,15 @@ def test_mismatched_calls_raise_before_nccl_is_called(path, ranks):
 
 def test_a_capture_is_not_compared(path, ranks):
     def body(info):
-        with Coordinator(info, timeout_s=20) as coor, Nccl(coor, library=path) as comm:
-            comm.is_capturing = lambda: True
+        with (
+            Coordinator(info, timeout_s=20) as coor,
+            Communicator._of(Nccl, coor, library=path) as comm,
+        ):
+            comm._backend.is_capturing = lambda: True
             if info.rank == 0:
                 with pytest.raises(ValueError, match="the tensor is on cpu"):  # by the library
                     comm.allreduce(torch.ones(3))
-            return comm._call_checker._number
+            return comm._backend.call_checker._number
 
     assert ranks(body, 2) == [0, 0]
 
@@ -276,10 +294,13 @@ def test_a_call_that_others_capture_raises_long_before_the_deadline(path, ranks)
     """Who captures compares nothing, so the rank that does not would wait for a word from it."""
 
     def body(info):
-        with Coordinator(info, timeout_s=60) as coor, Nccl(coor, library=path) as comm:
-            comm._check = lambda call, tensor: None
+        with (
+            Coordinator(info, timeout_s=60) as coor,
+            Communicator._of(Nccl, coor, library=path) as comm,
+        ):
+            comm._backend.check_tensor = lambda call, tensor: None
             if info.rank == 1:
-                comm.is_capturing = lambda: True
+                comm._backend.is_capturing = lambda: True
                 with pytest.raises(ValueError, match="the tensor is on cpu"):  # by the library
                     comm.allreduce(torch.ones(3))
             else:
@@ -289,7 +310,7 @@ def test_a_call_that_others_capture_raises_long_before_the_deadline(path, ranks)
                     comm.allreduce(torch.ones(3))
                 assert time.monotonic() - start < SOON_S
             coor.barrier()
-            comm.is_capturing = lambda: False
+            comm._backend.is_capturing = lambda: False
             if info.rank == 1:
                 with pytest.raises(CommunicatorError, match="outside of any capture"):
                     comm.allreduce(torch.ones(3))
@@ -299,12 +320,15 @@ def test_a_call_that_others_capture_raises_long_before_the_deadline(path, ranks)
 
 def test_ranks_that_have_captured_wait_for_those_that_still_do(path, ranks):
     def body(info):
-        with Coordinator(info, timeout_s=20) as coor, Nccl(coor, library=path) as comm:
-            comm._check = lambda call, tensor: None
-            comm.is_capturing = lambda: True
+        with (
+            Coordinator(info, timeout_s=20) as coor,
+            Communicator._of(Nccl, coor, library=path) as comm,
+        ):
+            comm._backend.check_tensor = lambda call, tensor: None
+            comm._backend.is_capturing = lambda: True
             with pytest.raises(ValueError, match="the tensor is on cpu"):
                 comm.allreduce(torch.ones(3))
-            comm.is_capturing = lambda: False
+            comm._backend.is_capturing = lambda: False
             if info.rank == 1:
                 time.sleep(1.5 * timings.TIMINGS.call_check_poll_s)
             with pytest.raises(ValueError, match="the tensor is on cpu"):  # compared, and passed on
@@ -317,11 +341,11 @@ def test_ranks_that_have_captured_wait_for_those_that_still_do(path, ranks):
 def test_a_comparison_that_waits_ends_with_the_communicator(path, ranks, end):
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
-            comm = Nccl(coor, library=path)
-            comm._check = lambda call, tensor: None
+            comm = Communicator._of(Nccl, coor, library=path)
+            comm._backend.check_tensor = lambda call, tensor: None
             if info.rank == 0:
                 if end == "death":
-                    comm._lost_peers = lambda: lost_peers_of(comm, 1)
+                    comm._backend._lost_peers = lambda: lost_peers_of(comm, 1)
                 else:
                     threading.Timer(0.1, comm.abort).start()
                 start = time.monotonic()
@@ -329,7 +353,7 @@ def test_a_comparison_that_waits_ends_with_the_communicator(path, ranks, end):
                 with pytest.raises(PeerLost, match=words):
                     comm.allreduce(torch.ones(3))
                 assert time.monotonic() - start < SOON_S
-                assert not set(call_checker.DETAILS) & set(comm.__dict__)
+                assert comm._interceptors == ()
             coor.barrier()
             comm.abort()
             comm.close()
@@ -341,7 +365,10 @@ def test_if_one_rank_has_no_free_memory_no_rank_registers_and_all_raise(path, ra
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
 
     def body(info):
-        with Coordinator(info, timeout_s=20) as coor, Nccl(coor, library=path) as comm:
+        with (
+            Coordinator(info, timeout_s=20) as coor,
+            Communicator._of(Nccl, coor, library=path) as comm,
+        ):
             if info.rank == 1:
                 attempt = comm.library.try_mem_alloc
                 comm.library.try_mem_alloc = lambda nbytes: attempt(1 << 41)
@@ -365,14 +392,14 @@ def test_python_that_runs_while_an_error_is_raised_may_call_the_same_communicato
 
     def describe_failure():
         ctypes.CDLL(path).stand_in_fail_with(0)
-        comm._comm.mem_free(address)
+        comm._backend._comm.mem_free(address)
         return "asked"
 
     def fail():
         with contextlib.suppress(PeerLost):
-            comm._comm.scaled_sum(torch.tensor(1.0))
+            comm._backend._comm.scaled_sum(torch.tensor(1.0))
 
-    with Coordinator() as coor, Nccl(coor, library=path) as comm:
+    with Coordinator() as coor, Communicator._of(Nccl, coor, library=path) as comm:
         address = comm.mem_alloc(4096)
         coor.describe_failure = describe_failure
         ctypes.CDLL(path).stand_in_fail_with(6)
@@ -388,8 +415,8 @@ def test_memory_that_is_dropped_waits_for_a_call_that_may_wait_for_the_device(pa
     cuda_on_cpu.install(monkeypatch)
     waits = []
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
-    with Coordinator() as coor, Nccl(coor, library=path) as comm:
-        memory = comm._memory
+    with Coordinator() as coor, Communicator._of(Nccl, coor, library=path) as comm:
+        memory = comm._backend._memory
         monkeypatch.setattr(memory, "empty", lambda shape, dtype: "made")
         addresses = [comm.mem_alloc(4096) for _ in range(3)]
         log_of(path)
@@ -406,8 +433,8 @@ def test_memory_that_is_dropped_waits_for_a_call_that_may_wait_for_the_device(pa
 
 def test_after_close_memory_is_not_freed_while_its_thread_captures(path, monkeypatch):
     cuda = cuda_on_cpu.install(monkeypatch)
-    with Coordinator() as coor, Nccl(coor, library=path) as comm:
-        memory, address = comm._memory, comm.mem_alloc(4096)
+    with Coordinator() as coor, Communicator._of(Nccl, coor, library=path) as comm:
+        memory, address = comm._backend._memory, comm.mem_alloc(4096)
         comm.close()
         log_of(path)
         cuda.current.is_capturing = True
@@ -420,8 +447,8 @@ def test_after_close_memory_is_not_freed_while_its_thread_captures(path, monkeyp
 
 def test_the_last_views_may_end_on_two_threads_after_close(path, monkeypatch):
     cuda_on_cpu.install(monkeypatch)
-    with Coordinator() as coor, Nccl(coor, library=path) as comm:
-        memory, address = comm._memory, comm.mem_alloc(4096)
+    with Coordinator() as coor, Communicator._of(Nccl, coor, library=path) as comm:
+        memory, address = comm._backend._memory, comm.mem_alloc(4096)
         comm.close()
         other = [comm.library.mem_free]  # the other thread comes when this one has looked
         monkeypatch.setattr(
@@ -436,8 +463,8 @@ def test_the_last_views_may_end_on_two_threads_after_close(path, monkeypatch):
 
 def test_what_was_dropped_before_an_abort_is_freed_by_close(path, monkeypatch):
     cuda_on_cpu.install(monkeypatch)
-    with Coordinator() as coor, Nccl(coor, library=path) as comm:
-        comm._memory.drop(comm.mem_alloc(4096))
+    with Coordinator() as coor, Communicator._of(Nccl, coor, library=path) as comm:
+        comm._backend._memory.drop(comm.mem_alloc(4096))
         comm.abort()
         log_of(path)
         comm.close()

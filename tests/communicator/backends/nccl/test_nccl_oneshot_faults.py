@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from communicator import CommunicatorError, PeerLost
+from communicator import Communicator, CommunicatorError, PeerLost
 from communicator.backends.nccl import Nccl, oneshot
 from communicator.backends.nccl.oneshot import Kernels, Oneshot
 from coordinator import Coordinator
@@ -28,12 +28,12 @@ class NcclOnCpu(Nccl):
 
     @property
     def device(self):
-        return torch.device("cuda", 0) if self._oneshot is None else torch.device("cpu")
+        return torch.device("cuda", 0) if self.oneshot is None else torch.device("cpu")
 
-    def _check(self, call, tensor):
-        self._check_open(call)
+    def check_tensor(self, call, tensor):
+        self.check_open(call)
 
-    def _check_out(self, call, out, shape, like):
+    def check_out(self, call, out, shape, like):
         return out
 
 
@@ -68,7 +68,9 @@ def opened(built, kernels):
     @contextlib.contextmanager
     def open_rank(info, **options):
         with Coordinator(info, timeout_s=60) as coor:
-            comm = NcclOnCpu(coor, library=str(built[0]), oneshot=True, checked_calls=0, **options)
+            comm = Communicator._of(
+                NcclOnCpu, coor, library=str(built[0]), oneshot=True, checked_calls=0, **options
+            )
             try:
                 yield comm
             finally:
@@ -107,11 +109,11 @@ def test_a_sum_that_gave_up_in_a_replayed_graph_is_told_without_a_call(
             comm.allreduce(tensor)
             assert tensor.tolist() == [2.0] * 8
             comm.check()
-            comm._oneshot._call.timeout_ns = 1000
+            comm._backend.oneshot._call.timeout_ns = 1000
             graph = capture(kernels, cuda, lambda: comm.allreduce(tensor))
             if info.rank == 0:
                 kernels.on_cpu_replay(graph)
-                wait_for(lambda: comm._end_reason)  # by the watchdog
+                wait_for(lambda: comm._backend._end_reason)  # by the watchdog
                 for _ in range(2):
                     with pytest.raises(PeerLost, match="rank 0 waited in vain for rank 1"):
                         comm.check()
@@ -128,15 +130,15 @@ def test_a_kernel_that_waits_ends_with_the_communicator(ranks, opened, end):
 
     def body(info):
         with opened(info) as comm:
-            comm._oneshot._call.timeout_ns = FOR_EVER_S * 10**9
+            comm._backend.oneshot._call.timeout_ns = FOR_EVER_S * 10**9
             if info.rank == 0:
                 kernel = threading.Thread(target=comm.allreduce, args=[torch.ones(8)])
                 kernel.start()
-                wait_for(lambda: oneshot_build.is_in_kernel(comm._oneshot._call.arena[0]))
+                wait_for(lambda: oneshot_build.is_in_kernel(comm._backend.oneshot._call.arena[0]))
                 if end == "abort":
                     comm.abort()
                 else:
-                    comm.find_failure = lambda: PeerLost("a peer died.")
+                    comm._backend.find_failure = lambda: PeerLost("a peer died.")
                 kernel.join(SOON_S)
                 assert not kernel.is_alive()
                 with pytest.raises(PeerLost, match=r"abort\(\)|a peer died"):
@@ -225,10 +227,10 @@ def test_a_given_stream_follows_the_current_one_and_keeps_the_tensors(ranks, ope
             assert out.tolist() == [2.0] * 8
             assert side.followed == [current] and current.followed == []
             assert [id(kept) for kept in side.kept] == [id(tensor), id(out)]
-            comm._comm = FakeNative(comm._comm)
+            comm._backend._comm = FakeNative(comm._backend._comm)
             gathered = comm.allgather(tensor)
             assert side.followed == [current] * 2
-            assert [id(kept) for kept in side.kept[2:]] == [id(tensor), id(gathered)]
+            assert {id(kept) for kept in side.kept[2:]} == {id(tensor), id(gathered)}
             with comm.group():
                 comm.send(tensor, 1 - info.rank)
             assert len(side.followed) == 4  # when it was posted, and when it was sent

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import launcher
-from communicator import Communicator, CommunicatorError, Unsupported, _native
+from communicator import Backend, Communicator, CommunicatorError, Unsupported, _native
 from communicator.backends.nccl import Nccl, nccl_library
-from communicator.backends.plugin import REPLACEMENTS, PluginCommunicator
+from communicator.backends.plugin import REPLACEMENTS, PluginBackend
 from communicator.backends.shm import Shm
 from communicator.own_gpu import own_ordinal
 from coordinator import Coordinator
@@ -38,7 +38,7 @@ without_gpu = pytest.mark.skipif(
 def test_what_a_library_does_not_offer_is_composed(backend):
     plugin = _native.open(backend.path)
     for entry, (method, _) in REPLACEMENTS.items():
-        composed = getattr(backend, method) is not getattr(PluginCommunicator, method)
+        composed = getattr(backend, method) is not getattr(PluginBackend, method)
         assert plugin.offers(entry) or composed, entry
 
 
@@ -148,7 +148,7 @@ def test_a_folder_in_place_of_a_library_raises_on_all_ranks(tmp_path, stand_in, 
         path = tmp_path if info.rank == 1 else stand_in
         with Coordinator(info, timeout_s=20) as coor:
             with pytest.raises(Unsupported, match=f"rank 1 .*{tmp_path} cannot be read: Is a dir"):
-                Nccl(coor, library=str(path))
+                Communicator._of(Nccl, coor, library=str(path))
             return True
 
     assert ranks(body, 2) == [True, True]
@@ -176,7 +176,7 @@ def test_different_nccl_versions_raise_on_all_ranks_before_init(tmp_path, ranks)
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
             with pytest.raises(Unsupported) as caught:
-                Nccl(coor, library=str(paths[info.rank]))
+                Communicator._of(Nccl, coor, library=str(paths[info.rank]))
             return str(caught.value)
 
     for rank, text in enumerate(ranks(body, 3)):
@@ -193,7 +193,7 @@ def test_a_rank_without_a_library_raises_on_all_ranks(tmp_path, stand_in, ranks)
         path = str(stand_in) if info.rank != 2 else str(tmp_path / "absent.so")
         with Coordinator(info, timeout_s=20) as coor:
             with pytest.raises(Unsupported) as caught:
-                Nccl(coor, library=path)
+                Communicator._of(Nccl, coor, library=path)
             return str(caught.value)
 
     assert all("rank 2 (host" in text and "absent.so" in text for text in ranks(body, 3))
@@ -235,11 +235,11 @@ def test_a_gpu_that_is_named_is_taken_whatever_the_local_rank(ranks, monkeypatch
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(launcher.gpus, "is_restricted", lambda: False)
 
-    class OnGpu(Communicator):
+    class OnGpu(Backend):
         name, device_type = "on-gpu", "cuda"
         probe = classmethod(lambda cls, coor: 1)
 
-        def do_open(self):
+        def open(self):
             pass
 
     def body(info):
@@ -256,12 +256,11 @@ def test_a_gpu_that_is_named_is_taken_whatever_the_local_rank(ranks, monkeypatch
 
 def test_ranks_that_got_one_gpu_together_are_told(monkeypatch):
     """CUDA_VISIBLE_DEVICES of 2 GPUs and 3 ranks: the third had the first one's, silently."""
-    comm = object.__new__(Nccl)
-    comm.coor, comm._me = types.SimpleNamespace(rank_name="rank {}".format), "rank 1"
-    comm._closed = True
-    comm._check_gpus(["a", "b", None, None])
+    backend = object.__new__(Nccl)
+    backend.coor, backend._me = types.SimpleNamespace(rank_name="rank {}".format), "rank 1"
+    backend._check_gpus(["a", "b", None, None])
     with pytest.raises(Unsupported, match=r"rank 0, rank 2 have one GPU together, a, .* name "):
-        comm._check_gpus(["a", "b", "a"])
+        backend._check_gpus(["a", "b", "a"])
 
 
 # What works without a GPU.
@@ -323,7 +322,7 @@ def test_start_without_a_gpu_fails_with_nccls_text_and_the_process_goes_on(real)
     start = time.monotonic()
     with Coordinator(timeout_s=20) as coor:
         with pytest.raises(CommunicatorError, match=r"ncclCommInitRankConfig.*[Cc]uda"):
-            Nccl(coor, library=real)
+            Communicator._of(Nccl, coor, library=real)
         assert time.monotonic() - start < 10
         assert len(nccl_library.NcclLibrary(real).unique_id()) == 128
         with Communicator(coor, backend="shm") as comm:
@@ -336,7 +335,7 @@ def test_start_without_a_gpu_fails_on_every_rank(real, ranks):
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
             with pytest.raises(CommunicatorError) as caught:
-                Nccl(coor, library=real)
+                Communicator._of(Nccl, coor, library=real)
             return str(caught.value)
 
     for rank, text in enumerate(ranks(body, 3)):
