@@ -14,7 +14,7 @@ import torch
 
 from communicator.calls.async_work import NO_TIMEOUT, AsyncWork
 from communicator.errors import Unsupported
-from communicator.torch_interop import list_collectives
+from communicator.torch_interop.flat_tensors import flattened_all
 
 
 class Messenger(Protocol):
@@ -105,7 +105,7 @@ def _run_deferred(deferred: list[_DeferredP2P]) -> None:
     error: Exception | None = None
     try:
         with (
-            list_collectives.flattened_all([message.tensor for message in deferred]) as tensors,
+            flattened_all([message.tensor for message in deferred]) as tensors,
             deferred[0].comm.group(),
         ):
             for message, tensor in zip(deferred, tensors, strict=True):

@@ -8,8 +8,7 @@ for as many elements on every rank, not for the same shape; so a communicator ge
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +19,13 @@ from communicator.calls.call_check import check_identical
 from communicator.calls.dtypes import DTYPES, NAMES_OF_TORCH_OPS
 from communicator.communicator import Communicator
 from communicator.errors import CommunicatorError, Unsupported
+from communicator.torch_interop.flat_tensors import (
+    as_flat_input,
+    flat_numel,
+    flattened,
+    flattened_all,
+    write_back,
+)
 
 BOOL_OPS = {
     **NAMES_OF_TORCH_OPS,
@@ -133,26 +139,26 @@ def reduce(comm: Communicator, tensor: torch.Tensor, dst: int, op: Any) -> None:
 
 def allgather(comm: Communicator, outs: Tensors, tensor: torch.Tensor) -> None:
     """outs: one for each rank, each of the shape that rank has."""
-    own, sizes = _as_flat_input(tensor).view(-1), [_flat_numel(out) for out in outs]
+    own, sizes = as_flat_input(tensor).view(-1), [flat_numel(out) for out in outs]
     parts: Iterable[torch.Tensor]
     if len(set(sizes)) == 1:
         parts = comm.allgather(own)
     else:
         parts = torch.split(comm.allgather(own, sizes=sizes), sizes)
     for out, part in zip(outs, parts, strict=True):
-        _write_back(out, part)
+        write_back(out, part)
 
 
 def allgather_flat(comm: Communicator, out: torch.Tensor, tensor: torch.Tensor) -> None:
     """out: what the ranks have, one after the other."""
-    own_input = _as_flat_input(tensor).view(-1)
+    own_input = as_flat_input(tensor).view(-1)
     with flattened(out) as whole:
         comm.allgather(own_input, out=whole.view(comm.world_size, -1))
 
 
 def reduce_scatter(comm: Communicator, out: torch.Tensor, rows: Tensors, op: Any) -> None:
     """rows: one for each rank, which may differ in shape."""
-    flat_rows = [_as_flat_input(row).view(-1) for row in rows]
+    flat_rows = [as_flat_input(row).view(-1) for row in rows]
     sizes, flat = [len(row) for row in flat_rows], torch.cat(flat_rows)
     if len(set(sizes)) == 1:
         return _reduce_scatter_rows(comm, out, flat, op)
@@ -160,14 +166,14 @@ def reduce_scatter(comm: Communicator, out: torch.Tensor, rows: Tensors, op: Any
         total = torch.split(_bitwise(comm, flat, op), sizes)[comm.rank]
     else:
         total = comm.reduce_scatter(flat, _op_name(comm, op, out.dtype), sizes=sizes)
-    _write_back(out, total)
+    write_back(out, total)
 
 
 def reduce_scatter_flat(
     comm: Communicator, out: torch.Tensor, tensor: torch.Tensor, op: Any
 ) -> None:
     """tensor: what is for each rank, one after the other."""
-    _reduce_scatter_rows(comm, out, _as_flat_input(tensor), op)
+    _reduce_scatter_rows(comm, out, as_flat_input(tensor), op)
 
 
 def _reduce_scatter_rows(
@@ -183,19 +189,19 @@ def _reduce_scatter_rows(
 
 def gather(comm: Communicator, outs: Tensors, tensor: torch.Tensor, dst: int) -> None:
     """outs: on rank dst one for each rank, on the others none."""
-    own = _as_flat_input(tensor).view(-1)
+    own = as_flat_input(tensor).view(-1)
     _compare(comm, "gather", own, dst)
     rows = comm.gather(own, dst)
     if rows is not None:
         for out, part in zip(outs, rows, strict=True):
-            _write_back(out, part)
+            write_back(out, part)
 
 
 def scatter(comm: Communicator, out: torch.Tensor, rows: Tensors, src: int) -> None:
     """rows: on rank src one for each rank, on the others none."""
     stacked = None
     if comm.rank == src:
-        stacked = torch.stack([_as_flat_input(row).view(-1) for row in rows])
+        stacked = torch.stack([as_flat_input(row).view(-1) for row in rows])
     with flattened(out) as whole:
         _compare(comm, "scatter", whole, src)
         comm.scatter(whole, stacked, src)
@@ -221,7 +227,7 @@ def _compare(comm: Communicator, call: str, own: torch.Tensor, root: int) -> Non
 def alltoall(comm: Communicator, outs: Tensors, tensors: Tensors) -> None:
     """tensors[i] goes to rank i, and outs[i] comes from it; sizes may differ."""
     _compare_parts(comm, outs, tensors)
-    _write_back(outs[comm.rank], _as_flat_input(tensors[comm.rank]))
+    write_back(outs[comm.rank], as_flat_input(tensors[comm.rank]))
     exchange(comm, tensors, outs)
 
 
@@ -232,7 +238,7 @@ def _compare_parts(comm: Communicator, outs: Tensors, tensors: Tensors) -> None:
     """
     if comm.device.type != "cpu" or comm.world_size == 1:
         return
-    counts = [_flat_numel(tensor) for tensor in (*tensors, *outs)]
+    counts = [flat_numel(tensor) for tensor in (*tensors, *outs)]
     facts = comm.allgather(torch.tensor([_dtype_number(outs[0]), *counts]))
     dtypes, (sent, expected) = facts[:, 0].tolist(), facts[:, 1:].chunk(2, dim=1)
     wrong = (sent != expected.t()).nonzero().tolist()
@@ -271,7 +277,7 @@ def alltoall_flat(
         return alltoall(comm, split_rows(out, out_sizes, size), split_rows(tensor, sizes, size))
     rows = (comm.world_size, -1)
     with flattened(out) as whole:
-        comm.alltoall(_as_flat_input(tensor).view(rows), out=whole.view(rows))
+        comm.alltoall(as_flat_input(tensor).view(rows), out=whole.view(rows))
 
 
 def exchange(
@@ -304,45 +310,6 @@ def _op_name(comm: Communicator, op: Any, dtype: torch.dtype) -> str:
     return table[op]
 
 
-def _flat_numel(tensor: torch.Tensor) -> int:
-    """The number of elements that _as_flat_input gives."""
-    return tensor.numel() * (2 if tensor.is_complex() else 1)
-
-
 def _dtype_number(tensor: torch.Tensor) -> int:
     """The number of a dtype, the same on all ranks."""
     return [info.torch for info in DTYPES].index(tensor.dtype)
-
-
-def _as_flat_input(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in one piece of memory: without autograd, what is lazy done, complex as pairs."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    return (torch.view_as_real(plain) if plain.is_complex() else plain).contiguous()
-
-
-def _write_back(tensor: torch.Tensor, whole: torch.Tensor) -> None:
-    """Write into the tensor what _as_flat_input would give."""
-    target = tensor.detach()
-    if target.is_complex():
-        whole = torch.view_as_complex(whole.view(*target.shape, 2))
-    whole = whole.view(target.shape)
-    for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
-        if size > 1 and stride == 0:  # expanded: one number is there for all of them
-            target, whole = target.narrow(dim, 0, 1), whole.narrow(dim, 0, 1)
-    target.copy_(whole)
-
-
-@contextmanager
-def flattened_all(tensors: Tensors) -> Iterator[list[torch.Tensor]]:
-    """The tensors, each flat in one piece; what is written there ends up in the tensors."""
-    with ExitStack() as stack:
-        yield [stack.enter_context(flattened(tensor)) for tensor in tensors]
-
-
-@contextmanager
-def flattened(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor, flat in one piece; what is written there ends up in the tensor."""
-    whole = _as_flat_input(tensor)
-    yield whole.view(-1)
-    if whole.data_ptr() != tensor.data_ptr():
-        _write_back(tensor, whole)

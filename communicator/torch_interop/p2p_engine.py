@@ -45,8 +45,8 @@ from communicator.calls import call_check
 from communicator.calls.async_work import NO_TIMEOUT, AsyncWork
 from communicator.calls.failures import describe_lost
 from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, PeerLost
+from communicator.torch_interop.flat_tensors import flattened
 from communicator.torch_interop.group_ranks import GroupRanks
-from communicator.torch_interop.list_collectives import flattened
 from coordinator import Coordinator, FailureReason, RankFailure
 
 Members = Coordinator | GroupRanks

@@ -425,9 +425,15 @@ class Nccl(PluginBackend):
     barrier = _adding_dead_peers("barrier")
 
     def group(self, calls: list[P2PCall]) -> None:
+        self.check_not_aborted()
         if self.given_stream is not None:
             self.given_stream.follow_current("group")
-        super().group(calls)
+        try:
+            super().group(calls)
+        except (PeerLost, CommunicatorTimeout) as error:
+            raise self.with_dead_peers(error) from error
+        if self.given_stream is not None:
+            self.given_stream.keep([tensor for _, tensor, _ in calls])
 
     # Small sums.
 

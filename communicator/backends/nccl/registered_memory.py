@@ -5,17 +5,32 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
+from communicator.backends.nccl.nccl_library import NcclLibrary
 from communicator.calls.failures import run_on_all_ranks
 from communicator.errors import CommunicatorError, Unsupported
-
-if TYPE_CHECKING:
-    from communicator.backends.nccl import Nccl
+from coordinator import Coordinator
 
 PAGE_BYTES = 4096  # NCCL_WIN_REQUIRED_ALIGNMENT
+
+
+class Allocating(Protocol):
+    """A communicator of NCCL, as its memory knows it."""
+
+    coor: Coordinator
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def library(self) -> NcclLibrary: ...
+
+    def rank_name(self, rank: int | None = None) -> str: ...
+    def is_usable(self) -> bool: ...
+    def mem_alloc(self, nbytes: int) -> int: ...
+    def mem_free(self, address: int) -> None: ...
 
 
 class RegisteredMemory:
@@ -26,7 +41,7 @@ class RegisteredMemory:
     else would, so the last view does, unless its thread captures.
     """
 
-    def __init__(self, comm: Nccl) -> None:
+    def __init__(self, comm: Allocating) -> None:
         self._comm, self._library, self._device = weakref.ref(comm), comm.library, comm.device
         self._dropped: list[int] = []  # addresses that no tensor uses any more
 
@@ -64,7 +79,7 @@ class RegisteredMemory:
                 self._library.mem_free(address)
 
 
-def _check_free_memory(comm: Nccl, nbytes: int) -> None:
+def _check_free_memory(comm: Allocating, nbytes: int) -> None:
     """Raise on every rank if one cannot allocate: the others would wait for it inside NCCL."""
 
     def try_alloc() -> None:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from communicator import timings
+from communicator.errors import PeerLost
 
-if TYPE_CHECKING:
-    from communicator.backends.nccl import Nccl
+
+class Watched(Protocol):
+    """A communicator of NCCL, as its watchdog knows it."""
+
+    rank: int
+
+    def is_usable(self) -> bool: ...
+    def find_failure(self) -> PeerLost | None: ...
+    def abort_because(self, reason: PeerLost, is_known: bool = False) -> None: ...
 
 
 class Watchdog(threading.Thread):
@@ -19,7 +27,7 @@ class Watchdog(threading.Thread):
     it. Makes no CUDA call: one could end the capture of a graph. Holds no reference to comm.
     """
 
-    def __init__(self, comm: Nccl) -> None:
+    def __init__(self, comm: Watched) -> None:
         super().__init__(name=f"nccl watchdog of rank {comm.rank}", daemon=True)
         self._comm = weakref.ref(comm)
         self._stopped = threading.Event()

@@ -233,7 +233,9 @@ def test_a_given_stream_follows_the_current_one_and_keeps_the_tensors(ranks, ope
             assert {id(kept) for kept in side.kept[2:]} == {id(tensor), id(gathered)}
             with comm.group():
                 comm.send(tensor, 1 - info.rank)
-            assert len(side.followed) == 4  # when it was posted, and when it was sent
+                posted = len(side.followed)
+            assert len(side.followed) == posted + 1  # when it was sent
+            assert id(side.kept[-1]) == id(tensor)
 
     ranks(body, 2)
 

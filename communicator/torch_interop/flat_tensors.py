@@ -1,0 +1,51 @@
+"""Tensors of any strides as one piece of memory, which backends move.
+
+with flattened(tensor) as whole:
+    comm.recv(whole, 1)     # which the tensor has afterwards
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+
+def flat_numel(tensor: torch.Tensor) -> int:
+    """The number of elements that as_flat_input gives."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def as_flat_input(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in one piece of memory: without autograd, what is lazy done, complex as pairs."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return (torch.view_as_real(plain) if plain.is_complex() else plain).contiguous()
+
+
+def write_back(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    """Write into the tensor what as_flat_input would give."""
+    target = tensor.detach()
+    if target.is_complex():
+        whole = torch.view_as_complex(whole.view(*target.shape, 2))
+    whole = whole.view(target.shape)
+    for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if size > 1 and stride == 0:  # expanded: one number is there for all of them
+            target, whole = target.narrow(dim, 0, 1), whole.narrow(dim, 0, 1)
+    target.copy_(whole)
+
+
+@contextmanager
+def flattened_all(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The tensors, each flat in one piece; what is written there ends up in the tensors."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(flattened(tensor)) for tensor in tensors]
+
+
+@contextmanager
+def flattened(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor, flat in one piece; what is written there ends up in the tensor."""
+    whole = as_flat_input(tensor)
+    yield whole.view(-1)
+    if whole.data_ptr() != tensor.data_ptr():
+        write_back(tensor, whole)
