@@ -185,7 +185,9 @@ def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
             header = json.loads(stream.read(length), object_pairs_hook=distinct_fields)
         if not isinstance(header, dict):
             raise ValueError("its header is no JSON object")
-        header.pop("__metadata__", None)
+        notes = header.pop("__metadata__", {})
+        if not isinstance(notes, dict) or not all(isinstance(v, str) for v in notes.values()):
+            raise ValueError(f"__metadata__ is {notes!r:.99} and not texts by name")
         last = 0
         for begin, end, name, dtype, shape in sorted(_entry(*item) for item in header.items()):
             if begin != last:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,10 @@ from drumline.compile_once import device_mapping
 from drumline.compile_once.device_check import check_devices
 from drumline.compile_once.device_mapping import DeviceMapping, HoistError
 
+IS_ENCRYPTED = 1
+"""Of the flags of a file in an archive (APPNOTE.TXT of PKWARE, 4.4.4)."""
+MAX_DEVICES = 128
+"""torch holds the number of a device in 8 bits, with a sign."""
 DEVICE_POSITIONS = {"set_default_device": (0,), "Generator": (0,)}
 """Positions of the device in Python functions that have no schema, beside `device=`."""
 
@@ -275,21 +279,53 @@ def hoist_package(
     """
     report = device_mapping.HoistReport()
     devices = DeviceMapping(mapping, "explicit", strict, report)
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as new:
-        names = old.namelist()
-        if any("/aotinductor/" in name for name in names):
-            raise HoistError(
-                f"{path} is compiled, and its code is for the device type it was compiled for; "
-                "load it with torch._inductor.aoti_load_package(path, device_index=...)."
-            )
-        for name in names:
-            data = old.read(name)
-            if name.endswith(".json"):
-                data = _hoist_json(name, data, devices)
-            elif "/data/sample_inputs/" in name:
-                data = _hoist_inputs(data, devices)
-            new.writestr(old.getinfo(name), data)
+    try:
+        with zipfile.ZipFile(path) as old:
+            _check_package(path, old.infolist())
+            _write_package(old, out, devices)
+    except (OSError, EOFError, UnicodeDecodeError, zipfile.BadZipFile) as error:
+        raise HoistError(
+            f"{path} cannot be moved to {out} ({error}), so no program is there; give a file that "
+            "torch.export.save has written, and a place for the other one."
+        ) from error
     return report
+
+
+def _check_package(path: str | Path, entries: Sequence[zipfile.ZipInfo]) -> None:
+    """Raise HoistError unless torch.export.save may have written an archive of these files.
+
+    It stores them as they are, so none is larger than the archive; one compressed may be any size.
+    """
+    names = [entry.filename for entry in entries]
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & IS_ENCRYPTED:
+            raise HoistError(
+                f"{path}: {entry.filename:.99} is compressed or encrypted, which torch.export.save "
+                "never does; save the program again."
+            )
+    if len({*names}) < len(names):
+        raise HoistError(f"{path} has a file twice; save the program again.")
+    if any("/aotinductor/" in name for name in names):
+        raise HoistError(
+            f"{path} is compiled, and its code is for the device type it was compiled for; "
+            "load it with torch._inductor.aoti_load_package(path, device_index=...)."
+        )
+
+
+def _write_package(old: zipfile.ZipFile, out: str | Path, devices: DeviceMapping) -> None:
+    """Write the files of an archive with other devices; nothing is left where that fails."""
+    try:
+        with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as new:
+            for entry in old.infolist():
+                data = old.read(entry)
+                if entry.filename.endswith(".json"):
+                    data = _hoist_json(f"{old.filename}, {entry.filename}", data, devices)
+                elif "/data/sample_inputs/" in entry.filename:
+                    data = _hoist_inputs(data, devices)
+                new.writestr(entry, data)
+    except BaseException:
+        Path(out).unlink(missing_ok=True)
+        raise
 
 
 def _hoist_inputs(data: bytes, devices: DeviceMapping) -> bytes:
@@ -313,11 +349,22 @@ def _hoist_json(name: str, data: bytes, devices: DeviceMapping) -> bytes:
             return {key: walk(item) for key, item in value.items()}
         return value
 
-    return json.dumps(walk(json.loads(data))).encode()
+    try:
+        return json.dumps(walk(json.loads(data))).encode()
+    except (ValueError, RecursionError) as error:
+        raise HoistError(
+            f"{name} is no JSON ({error}), so its devices are unknown; save the program again."
+        ) from error
 
 
 def _device_entry(entry: dict[str, Any], where: str, devices: DeviceMapping) -> dict[str, Any]:
-    old = torch.device(entry["type"]) if entry["index"] is None else None
-    old = old or torch.device(entry["type"], entry["index"])
+    kind, index = entry["type"], entry["index"]
+    is_index = index is None or (type(index) is int and 0 <= index < MAX_DEVICES)
+    if not is_index or ":" in kind or not device_mapping.is_device_name(kind):
+        raise HoistError(
+            f"{where} has the device {entry!s:.99}, which torch does not have; save the program "
+            "again."
+        )
+    old = torch.device(kind) if index is None else torch.device(kind, index)
     new = devices.device(old, "literals", where)
     return entry if new == old else {"type": new.type, "index": new.index}

@@ -21,7 +21,7 @@ from typing import Any
 from coordinator import Coordinator, RankFailure
 from drumline import timings
 from drumline.core.consistency import run_on_all_ranks
-from drumline.errors import DrumlineError, PeerLost
+from drumline.errors import CheckpointError, DrumlineError, PeerLost
 from drumline.serving.scheduler import ServingLimits
 from drumline.strategies.load import Memory, load
 from drumline.strategies.with_model import num_positions, read_generator, read_model_tokenizer
@@ -133,6 +133,7 @@ class Endpoint:
         length = _length(model_path, max_length, options)
         tokenizer = read_model_tokenizer(model_path, **options)
         tokenizer = _with_template(tokenizer, chat_template)
+        _check_template(model_path, tokenizer.chat_template)
         return cls(tokenizer, _bound(host, port), key, length)
 
 
@@ -159,6 +160,17 @@ def _with_template(tokenizer: Any, template: str | None) -> Any:
             "Jinja template, or the template itself."
         ) from error
     return tokenizer
+
+
+def _check_template(model_path: str, template: Any) -> None:
+    """Raise CheckpointError unless a template is text: requests would be blamed for it."""
+    templates = [*template.values()] if isinstance(template, dict) else [template]
+    for text in templates:
+        if text is not None and not isinstance(text, str):
+            raise CheckpointError(
+                f"{model_path} has chat_template={text!r:.60} in its tokenizer_config.json, which "
+                "is no text; copy it again, or give another one: --chat-template FILE."
+            )
 
 
 def _bound(host: str, port: int) -> socket.socket:

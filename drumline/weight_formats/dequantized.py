@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from communicator import dtype_info
+from drumline.checkpoint.headers.file_bounds import QUANTIZATION, FieldError
 from drumline.checkpoint.safetensors_index import ComputedTensor, Index, StoredTensor, TensorReader
 from drumline.checkpoint.source import CheckpointFiles
 from drumline.core.shards import Region
@@ -41,6 +42,12 @@ ZERO_SHIFTS = {
 """The number added to a stored zero, by the method and the variant of its format."""
 TRANSPOSED_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 QUANTIZED = ("F8_E4M3", "F8_E5M2", "I8")
+SCALE_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E8M0", "U8")
+GROUP_DTYPES = ("I64", "I32")
+ORDERED_COLUMNS = ("group", "dynamic")
+"""Kinds of actorder with which columns are not in the order of their groups."""
+BLOCK_SIZES = ("weight_block_size", "block_structure")
+MAX_BLOCK_DIMS = 2
 OF_ACTIVATIONS = ("activation_scale", "input_scale", "output_scale", ".k_scale", ".v_scale")
 """Endings of the names of scales that no weight has."""
 
@@ -53,20 +60,22 @@ def read_dequantized(source: CheckpointFiles, dtype: torch.dtype) -> CheckpointF
     quantization = getattr(source.config, "quantization_config", None)
     if quantization is None:
         return source
-    settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    method = str(settings.get("quant_method"))
-    if method not in METHODS:
+    settings = _fields(source.path, quantization)
+    method = settings.get("quant_method")
+    if not isinstance(method, str) or method not in METHODS:
         raise CheckpointError(
-            f"{source.path} is quantized by {method}, and what is dequantized while it is read is "
-            f"{', '.join(METHODS)}; load it without dequantize=True, or save it once dequantized."
+            f"{source.path}/config.json has quant_method={method!r:.60}, and what is dequantized "
+            f"while it is read is {', '.join(METHODS)}; load it without dequantize=True, or save "
+            "it once dequantized."
         )
     try:
-        derived = list(METHODS[method](source.path, source.index, settings))
-    except (AttributeError, TypeError, ValueError) as error:
+        _check_settings(settings)
+    except FieldError as error:
         raise CheckpointError(
-            f"{source.path}: the quantization_config in config.json is none of {method} "
-            f"({error!r}); copy it again."
+            f"{source.path}/config.json: in quantization_config {error}, so the weights cannot be "
+            "computed; copy it again."
         ) from error
+    derived = list(METHODS[method](source.path, source.index, settings))
     used = {name for _, _, names in derived for name in names}
     name = str(dtype_info(dtype).safetensors)
     index = {key: replace(weight, dtype=name) for key, weight, _ in derived}
@@ -84,6 +93,45 @@ def without_quantization(config: Any) -> Any:
     if hasattr(plain, "quantization_config"):
         del plain.quantization_config
     return plain
+
+
+def _fields(path: Path, quantization: Any) -> dict[str, Any]:
+    """The fields of a quantization_config, which transformers may have made an object of."""
+    fields = quantization if isinstance(quantization, dict) else None
+    if fields is None and callable(to_dict := getattr(quantization, "to_dict", None)):
+        fields = to_dict()
+    if not isinstance(fields, dict):
+        raise CheckpointError(
+            f"{path}/config.json has quantization_config={quantization!r:.60}, which is no object, "
+            "so the format of the weights is unknown; copy it again."
+        )
+    return fields
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise FieldError unless all fields that are read have values that they can have."""
+    groups = settings.get("config_groups") or {}
+    if not isinstance(groups, dict):
+        raise FieldError(f"config_groups={groups!r:.60} is no object")
+    _check_scheme(settings, "")
+    for name, group in groups.items():
+        scheme = (group.get("weights") or {}) if isinstance(group, dict) else group
+        if not isinstance(scheme, dict):
+            raise FieldError(f"config_groups[{name!r:.60}] is {group!r:.60} and no scheme")
+        _check_scheme(scheme, f"config_groups[{name!r:.60}]")
+
+
+def _check_scheme(scheme: Mapping[str, Any], owner: str) -> None:
+    for name, bound in QUANTIZATION.items():
+        value = scheme.get(name)
+        numbers = value if name in BLOCK_SIZES and isinstance(value, (list, tuple)) else [value]
+        if len(numbers) > MAX_BLOCK_DIMS:
+            raise FieldError(f"{owner} {name} has {len(numbers)} dimensions".strip())
+        for number in numbers:
+            if number is not None or numbers is value:
+                bound.check(number, owner)
+        if name in BLOCK_SIZES and value is not None and numbers is not value:
+            raise FieldError(f"{owner} {name}={value!r:.60} is no list".strip())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +311,8 @@ def _scaled(path: Path, index: Index, settings: Mapping[str, Any]) -> Derived:
         stem = name.removesuffix("weight")
         names = (f"{name}_scale_inv", f"{name}_scale", f"{stem}qscale_weight", f"{stem}scale")
         scale = next((other for other in names if other in index), None)
-        if scale is None or (stored.dtype == "I8" and settings["quant_method"] == "fp8"):
+        is_bytes = stored.dtype == "I8" and settings["quant_method"] == "fp8"
+        if scale is None or is_bytes or index[scale].dtype not in SCALE_DTYPES:
             raise _unreadable(path, name, stored)
         grid = _grid(path, name, stored, index[scale], blocks)
         yield name, ScaledWeight(**_like(stored), values=stored, scales=grid), {name, scale}
@@ -276,8 +325,9 @@ def _mxfp4(path: Path, index: Index, settings: Mapping[str, Any]) -> Derived:
             continue
         exponents = index.get(f"{key}_scales")
         experts, rows, groups, nbytes = stored.shape
-        is_whole = exponents is not None and exponents.shape == (experts, rows, groups)
-        if exponents is None or not is_whole or nbytes != FP4_GROUP // 2 or stored.dtype != "U8":
+        shapes = (exponents and exponents.shape, nbytes)
+        is_whole = shapes == ((experts, rows, groups), FP4_GROUP // 2)
+        if exponents is None or not is_whole or {stored.dtype, exponents.dtype} != {"U8"}:
             raise _unreadable(path, name, stored)
         where = {**_like(stored), "shape": (experts, groups * FP4_GROUP, rows)}
         weight = Mxfp4Weight(**where, blocks=stored, exponents=exponents)
@@ -288,16 +338,20 @@ def _compressed(path: Path, index: Index, settings: Mapping[str, Any]) -> Derive
     """Packed integers; beside them, and without them, what has one byte an element."""
     groups = [*(settings.get("config_groups") or {}).values()]
     weights = [group.get("weights") or {} for group in groups]
-    bits = {scheme.get("num_bits", 0) for scheme in weights}
+    bits = {scheme.get("num_bits") or 0 for scheme in weights}
     num_bits = bits.pop() if len(bits) == 1 else 0
     group_sizes = {scheme.get("group_size") or -1 for scheme in weights}
+    needed = {"scale"} | {"zero_point" for scheme in weights if scheme.get("symmetric") is False}
+    needed |= {"g_idx" for scheme in weights if scheme.get("actorder") in ORDERED_COLUMNS}
     for name, stored in index.items():
         stem = name.removesuffix("_packed")
         if stem == name:
             continue
         parts = {part: index.get(f"{stem}_{part}") for part in ("scale", "zero_point", "g_idx")}
         scales = parts["scale"]
-        if stored.dtype != "I32" or scales is None or num_bits not in (1, 2, 4, 8):
+        is_known = stored.dtype == "I32" and len(stored.shape) == 2 and num_bits in (1, 2, 4, 8)
+        is_known &= _has_dtypes(scales, parts["zero_point"], parts["g_idx"])
+        if scales is None or not is_known or any(parts[part] is None for part in needed):
             raise _unreadable(path, name, stored)
         shape = stored.shape[0], stored.shape[1] * (INT32_BITS // num_bits)
         grid = _grid(path, name, replace(stored, shape=shape), scales, ())
@@ -324,7 +378,7 @@ def _compressed(path: Path, index: Index, settings: Mapping[str, Any]) -> Derive
 
 def _transposed(path: Path, index: Index, settings: Mapping[str, Any]) -> Derived:
     """GPTQ, packed along the inputs of a layer, and AWQ, packed along its outputs."""
-    is_awq, num_bits = settings["quant_method"] == "awq", int(settings.get("bits", 0))
+    is_awq, num_bits = settings["quant_method"] == "awq", settings.get("bits") or 0
     form = settings.get("version" if is_awq else "checkpoint_format")
     dim, order = (1, AWQ_ORDER) if is_awq else (0, ())
     zero_shift = ZERO_SHIFTS.get((str(settings["quant_method"]), str(form).lower()))
@@ -335,11 +389,12 @@ def _transposed(path: Path, index: Index, settings: Mapping[str, Any]) -> Derive
         zeros, scales, groups = (index.get(f"{stem}.{s}") for s in ("qzeros", "scales", "g_idx"))
         is_known = num_bits in ((4,) if is_awq else (2, 4, 8)) and stored.dtype == "I32"
         is_known &= len(stored.shape) == 2 and not (groups is None and settings.get("desc_act"))
+        is_known &= _has_dtypes(scales, zeros, groups)
         if zeros is None or scales is None or zero_shift is None or not is_known:
             raise _unreadable(path, name, stored)
         sizes = [*stored.shape]
         sizes[dim] *= INT32_BITS // num_bits
-        group_size = settings.get("group_size", -1)
+        group_size = settings.get("group_size") or -1
         group_size = group_size if group_size > 0 else sizes[0]
         num_groups, num_words = -(-sizes[0] // group_size), sizes[1] * num_bits // INT32_BITS
         shapes = (num_groups, sizes[1]), (num_groups, num_words), (sizes[0],)
@@ -359,6 +414,14 @@ def _transposed(path: Path, index: Index, settings: Mapping[str, Any]) -> Derive
             group_size=group_size,
         )
         yield f"{stem}.weight", weight, {f"{stem}.{s}" for s in TRANSPOSED_PARTS}
+
+
+def _has_dtypes(
+    scales: StoredTensor | None, zeros: StoredTensor | None, groups: StoredTensor | None
+) -> bool:
+    """True if the parts of a packed weight that are there have dtypes that they can have."""
+    pairs = ((scales, SCALE_DTYPES), (zeros, ("I32",)), (groups, GROUP_DTYPES))
+    return all(part is None or part.dtype in dtypes for part, dtypes in pairs)
 
 
 METHODS: dict[str, Callable[[Path, Index, Mapping[str, Any]], Derived]] = {
@@ -382,6 +445,7 @@ def _grid(
     num_dims = len(weight.shape)
     shape = (*scales.shape, *(num_dims - len(scales.shape)) * (1,))  # for all, or by row
     whole_blocks = [n // max(1, count) for n, count in zip(weight.shape, shape, strict=False)]
+    blocks = blocks if len(blocks) <= num_dims else ()
     stated = (*whole_blocks[: num_dims - len(blocks)], *blocks)
     for sizes in (stated, tuple(whole_blocks)):
         if shape == tuple(-(-n // max(1, k)) for n, k in zip(weight.shape, sizes, strict=False)):

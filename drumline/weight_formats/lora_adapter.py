@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ DEFAULTS = {"r": 8, "lora_alpha": 8}
 """Values of peft's LoraConfig."""
 PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
 """Fields of adapter_config.json, and the fields whose values they have for some modules."""
+BIASES = (None, "none", "all", "lora_only")
+ALL_LINEAR = "all-linear"
 PIECE = r"\\[.dw]|\[\^?[\w.-]+\]|[\w.-]"
 PATTERN_TOKEN = re.compile(
     rf"(?:{PIECE})(?P<repeat>[*+?]?)|(?P<group>\((?:\?:)?(?:{PIECE}|\|)*\))|[\^$]"
@@ -84,9 +86,24 @@ def num_match_steps(pattern: str, length: int) -> int:
     return steps
 
 
-def _is_named(module: str, targets: Sequence[Any]) -> bool:
-    """True if peft takes the module for one of its targets, which are names or their ends."""
-    return any(f".{module}".endswith(f".{target}") for target in targets)
+def _is_target(module: str, targets: Any) -> bool:
+    """True if peft takes the module for one of its targets: names, their ends, or a pattern.
+
+    Also for a pattern that may take long to match, with which it is not compared.
+    """
+    if isinstance(targets, list):
+        return any(f".{module}".endswith(f".{target}") for target in targets)
+    if targets.isidentifier() or targets == ALL_LINEAR:
+        return targets in (module, ALL_LINEAR)
+    try:
+        is_cheap = num_match_steps(targets, len(module)) <= MAX_MATCH_STEPS
+        return not is_cheap or bool(re.fullmatch(targets, module))
+    except (FieldError, re.error):
+        return True
+
+
+def _is_list_of_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
@@ -175,8 +192,7 @@ class LoraAdapter:
         index: Index,
     ) -> MergedWeight:
         module_name = name.removesuffix(".weight")
-        targets = self.settings.get("target_modules")
-        if isinstance(targets, list) and not _is_named(module_name, targets):
+        if not _is_target(module_name, self.settings["target_modules"]):
             raise self._error(f"has an update of {name}, which its target_modules do not name")
         module = model.get_submodule(module_name)
         shape = tuple(model.get_parameter(name).shape)
@@ -237,13 +253,23 @@ class LoraAdapter:
         if kind != "LORA" or surplus:
             raise self._error(f"is an adapter of the kind {' '.join([str(kind), *surplus]):.200}")
         try:
+            self._check_words()
             self._check_numbers()
             _ = self._compiled_patterns
         except FieldError as error:
             raise CheckpointError(
-                f"{self.files.path.with_name(ADAPTER_CONFIG)}: {error}, so the scaling of the "
-                f"adapter is unknown; copy it again, or {MERGE_ADAPTER}."
+                f"{self.files.path.with_name(ADAPTER_CONFIG)}: {error}, so what the "
+                f"adapter changes is unknown; copy it again, or {MERGE_ADAPTER}."
             ) from error
+
+    def _check_words(self) -> None:
+        targets, saved = self.settings.get("target_modules"), self.settings.get("modules_to_save")
+        if not _is_list_of_names(targets) and not isinstance(targets, str):
+            raise FieldError(f"target_modules={targets!r:.60} is neither names nor a pattern")
+        if saved is not None and not _is_list_of_names(saved):
+            raise FieldError(f"modules_to_save={saved!r:.60} is no list of names")
+        if (bias := self.settings.get("bias")) not in BIASES:
+            raise FieldError(f"bias={bias!r:.60} is none of {', '.join(map(str, BIASES[1:]))}")
 
     def _check_numbers(self) -> None:
         for name, default in DEFAULTS.items():
@@ -255,7 +281,7 @@ class LoraAdapter:
         longest = max(map(len, self.files.index), default=0)
         num_modules, num_steps = len(self.files.index) // 2 + 1, 0
         for name, field in PATTERNS.items():
-            by_pattern = self.settings.get(name) or {}
+            by_pattern = self.settings.get(name, {})
             if not isinstance(by_pattern, dict):
                 raise FieldError(f"{name}={by_pattern!r:.60} is no object")
             for pattern, value in by_pattern.items():

@@ -98,6 +98,14 @@ ADAPTER = _table(
     Bound("r", int, 1, 1 << 20, "the number of rows of lora_A"),
     Bound("lora_alpha", float, -1e6, 1e6, "a factor of the update"),
 )
+QUANTIZATION = _table(
+    Bound("bits", int, 1, 32, "of a word of 32"),
+    Bound("num_bits", int, 1, 32, "of a word of 32"),
+    Bound("group_size", int, -1, MAX_SIZE, "-1 is a whole row"),
+    Bound("weight_block_size", int, 1, MAX_SIZE, "32 bits, with a sign"),
+    Bound("block_structure", int, 1, MAX_SIZE, "32 bits, with a sign"),
+)
+"""Fields of quantization_config, and of the groups in it; null is as if one were not there."""
 CONFIG = _table(
     Bound("eps", float, 0, 1, "it is added to a variance"),
     Bound("epsilon", float, 0, 1, "it is added to a variance"),

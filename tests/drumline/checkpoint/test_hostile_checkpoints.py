@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import random
 import re
 import shutil
 import signal
@@ -687,76 +686,3 @@ def test_fields_that_no_model_can_be_built_from_are_an_error_that_names_their_fi
         assert error is None or re.search(r"config\.json|model\.safetensors|/llama", str(error)), (
             fields
         )
-
-
-class JsonFuzzer:
-    """Damages a JSON file: other values, fields and types, or bytes."""
-
-    VALUES = (
-        *(None, True, 0, 1, -1, 7, 1.5, float("nan"), 1 << 31, -(1 << 63), 10**30, "", "x"),
-        *(
-            "llama",
-            "auto",
-            "../x",
-            "\ud800",
-            [],
-            {},
-            [1],
-            [None],
-            {"a": 1},
-            {"type": []},
-            [[1], {}],
-        ),
-    )
-    FIELDS = (
-        *("auto_map", "dtype", "quantization_config", "rope_parameters", "rope_scaling"),
-        *("text_config", "vision_config", "layer_types", "sliding_window", "is_encoder_decoder"),
-        *("head_dim", "attn_implementation", "eos_token_id", "cache_implementation", "max_length"),
-        *("id2label", "num_labels", "pruned_heads", "weight_map", "temperature", "added_tokens"),
-    )
-
-    def __init__(self, seed):
-        self.pick = random.Random(seed)
-
-    def damage(self, file):
-        pick = self.pick
-        if pick.random() < 0.25:
-            data = bytearray(file.read_bytes())
-            for _ in range(pick.randrange(1, 9)):
-                place = pick.randrange(len(data))
-                data[place : place + pick.randrange(9)] = pick.choice(
-                    [b"[", b"{", b",", b"\xff", b""]
-                )
-            file.write_bytes(data)
-            return
-        content = json.loads(file.read_text())
-        for _ in range(pick.choice([1, 1, 2])):
-            place = content
-            while nested := [
-                value for value in place.values() if isinstance(value, dict) and value
-            ]:
-                if pick.random() < 0.5:
-                    break
-                place = pick.choice(nested)
-            place[pick.choice([*place, *self.FIELDS])] = pick.choice(self.VALUES)
-        file.write_text(json.dumps(content))
-
-
-@pytest.mark.parametrize("count", [25, pytest.param(3000, marks=pytest.mark.soak)])
-def test_whatever_its_descriptions_say_a_checkpoint_is_loaded_or_refused(llama, load_alone, count):
-    seed = 1 if count < 1000 else random.randrange(1 << 32)
-    fuzzer, whole = JsonFuzzer(seed), llama.with_name("whole")
-    weight_map = dict.fromkeys(read_index(llama), "model.safetensors")
-    index = json.dumps({"metadata": {}, "weight_map": weight_map})
-    (llama / "model.safetensors.index.json").write_text(index)
-    llama.rename(whole)
-    names = ["config.json"] * 3 + sorted(file.name for file in whole.glob("*.json"))
-    for number in range(count):
-        shutil.copytree(whole, llama)
-        name = fuzzer.pick.choice(names)
-        fuzzer.damage(llama / name)
-        with seconds(60):
-            error = load_alone(llama, **fuzzer.pick.choice([{}, {"tp": 1}]))
-        case = f"seed {seed}, number {number}: {(llama / name).read_bytes()!r}"
-        assert error is None or isinstance(error, drumline.DrumlineError), (case, error)
-        shutil.rmtree(llama)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import struct
 import time
 import tracemalloc
 
@@ -33,6 +32,7 @@ from tests.drumline.checkpoint.gguf_bytes import (
     U64,
     llama_parts,
 )
+from tests.drumline.checkpoint.hostile_files import GgufFuzzer
 from tests.drumline.conftest import LLAMA
 
 QUERY = "blk.0.attn_q.weight"
@@ -311,68 +311,11 @@ def test_a_type_that_cannot_be_made_numbers_of_is_named(whole, file, ranks_or_er
     assert isinstance(error, CheckpointError) and f"{QUERY} is of type I32" in str(error)
 
 
-class GgufFuzzer:
-    """Damages a file: bytes of its header, sizes in it, or parts of it."""
-
-    NUMBERS = (0, 1, 7, 31, 33, 1 << 16, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 63, (1 << 64) - 1)
-
-    def __init__(self, seed, whole):
-        self.pick, self.whole = random.Random(seed), whole
-        self.header, self.data = whole.header(), whole.to_bytes()
-
-    def damaged(self):
-        return self.pick.choice([self.bytes, self.bytes, self.number, self.cut, self.parts])()
-
-    def bytes(self):
-        data = bytearray(self.data)
-        for _ in range(self.pick.choice([1, 1, 3, 20])):
-            data[self.pick.randrange(len(self.header))] = self.pick.randrange(256)
-        return bytes(data)
-
-    def number(self):
-        at, size = self.pick.randrange(len(self.header)), self.pick.choice([4, 8])
-        number = self.pick.choice(self.NUMBERS) % (1 << 8 * size)
-        return self.data[:at] + number.to_bytes(size, "little") + self.data[at + size :]
-
-    def cut(self):
-        at, length = self.pick.randrange(len(self.header)), self.pick.randrange(1, 40)
-        return (
-            self.data[:at] + self.pick.choice([b"", self.data[:length]]) + self.data[at + length :]
-        )
-
-    def parts(self):
-        parts = self.whole.copy()
-        place = self.pick.choice(parts.tensors)
-        number = self.pick.choice(self.NUMBERS)
-        self.pick.choice(
-            [
-                lambda: place.__setitem__(3, self.pick.choice([number, place[3] + 32, 0])),
-                lambda: place.__setitem__(2, self.pick.randrange(42)),
-                lambda: place[1].__setitem__(0, number),
-                lambda: place[1].append(number),
-                lambda: self.pick.shuffle(parts.tensors),
-                lambda: self.pick.shuffle(parts.fields),
-                lambda: self.pick.choice(parts.fields).__setitem__(1, self.pick.randrange(14)),
-                lambda: setattr(parts, "num_tensors", number),
-                lambda: setattr(parts, "num_fields", number),
-            ]
-        )()
-        try:
-            return parts.to_bytes()
-        except (
-            struct.error,
-            TypeError,
-            KeyError,
-            AttributeError,
-        ):  # a value that its new type cannot hold
-            return self.cut()
-
-
 @pytest.mark.parametrize("count", [1000, pytest.param(100_000, marks=pytest.mark.soak)])
 def test_whatever_a_file_says_its_tensors_lie_in_it_one_after_the_other(whole, file, count):
     """No claimed size is allocated, no case takes long, and no error is of another kind."""
     seed = 1 if count < 10_000 else random.randrange(1 << 32)
-    fuzzer = GgufFuzzer(seed, whole)
+    fuzzer = GgufFuzzer(random.Random(seed), whole)
     num_refused = 0
     tracemalloc.start()
     try:

@@ -465,6 +465,39 @@ def test_example_inputs_in_a_package_do_not_touch_the_device_it_was_made_on(tmp_
         assert not any(b"cuda:0" in package.read(name) for name in package.namelist())
 
 
+def archive(path, entries, compression=zipfile.ZIP_STORED):
+    with zipfile.ZipFile(path, "w", compression) as package:
+        for name, data in entries:
+            package.writestr(name, data)
+
+
+def device(text):
+    return [("a/models/model.json", f'{{"device": {text}}}')]
+
+
+PACKAGES = {
+    "cannot be moved": lambda path: path.write_bytes(b"PK\3\4 and no more"),
+    "No such file": lambda path: None,
+    "compressed or encrypted": lambda path: archive(
+        path, [("a/weights", bytes(1 << 26))], zipfile.ZIP_DEFLATED
+    ),
+    "model.json is no JSON": lambda path: archive(path, [("a/model.json", b"[" * 100_000)]),
+    "model.json has the device": lambda path: archive(path, device('{"type": "x", "index": 0}')),
+    "which torch does not have": lambda path: archive(
+        path, device('{"type": "cuda", "index": 1e400}')
+    ),
+}
+
+
+@pytest.mark.parametrize("problem", PACKAGES)
+def test_an_archive_that_nobody_saved_is_named_and_nothing_is_left(tmp_path, problem):
+    """It was a BadZipFile, a RecursionError or torch's own, and half a file was left."""
+    PACKAGES[problem](tmp_path / "a.pt2")
+    with pytest.raises(HoistError, match=rf"a\.pt2.*{problem}"):
+        hoist_package(tmp_path / "a.pt2", tmp_path / "b.pt2", {"cuda:0": "cuda:1"})
+    assert not (tmp_path / "b.pt2").exists()
+
+
 def test_a_compiled_package_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.pt2", "w") as package:
         package.writestr("a/data/aotinductor/model/x.so", b"")

@@ -290,6 +290,11 @@ LIES = [
     ({"alpha_pattern": [["q_proj", 8]]}, "alpha_pattern=.*is no object"),
     ({"use_rslora": "false"}, "use_rslora='false'"),
     ({"target_modules": ["v_proj"]}, "q_proj.weight, which its target_modules do not name"),
+    ({"target_modules": r".*v_proj"}, "q_proj.weight, which its target_modules do not name"),
+    ({"target_modules": None}, "target_modules=None is neither"),
+    ({"modules_to_save": 7}, "modules_to_save=7 is no list"),
+    ({"bias": "some"}, "bias='some' is none of"),
+    ({"alpha_pattern": None}, "alpha_pattern=None is no object"),
 ]
 
 

@@ -167,6 +167,23 @@ def test_malformed_task_list_is_an_error(text):
         expand_tasks(text)
 
 
+@pytest.mark.parametrize(
+    ("expand", "text"),
+    [
+        (expand_nodes, "n[1-999999999]"),
+        (expand_nodes, "n[1-9999999999999]"),
+        (expand_nodes, "[1-300]" * 9),
+        (expand_nodes, ",".join(["n[1-60000]"] * 50)),
+        (expand_tasks, "2(x999999999)"),
+        (expand_tasks, "2(x" + 5000 * "9" + ")"),
+    ],
+)
+def test_a_list_of_more_nodes_than_there_are_fills_no_memory(expand, text):
+    """A few letters were made a list of all the names that they stand for."""
+    with pytest.raises(ValueError, match="in a list of SLURM"):
+        expand(text)
+
+
 @given(st.lists(st.integers(min_value=1, max_value=99), min_size=1, max_size=30))
 def test_task_list_expands_to_one_count_a_node(counts):
     runs = []
