@@ -137,7 +137,8 @@ def _serve(options: argparse.Namespace) -> None:
             restarted = (options.restarts, job, *arguments)
             call_by_name(front, "serve_with_restarts", restarted, settings)
         else:
-            _on_ranks("drumline.serving.http_server", "serve", options.ranks, arguments, settings)
+            server = ("drumline.serving.http_server", "serve")
+            _on_ranks(*server, options.ranks, arguments, settings, options.encrypt)
 
 
 def _job_of_front(options: argparse.Namespace) -> launcher.Job | None:
@@ -150,9 +151,15 @@ def _job_of_front(options: argparse.Namespace) -> launcher.Job | None:
             "--master-addr, --master-port and --node-rank are for several nodes; add --nnodes N, "
             "or leave them out."
         )
+    is_rank = launcher.current().world_size > 1
+    if options.encrypt and is_rank and not launcher.is_encrypted():
+        raise DrumlineError(
+            "--encrypt is for ranks that `drumline serve -n N` starts itself, and another launcher "
+            "has started these without it; give it to that one (`drumline run --encrypt`)."
+        )
     if not (options.restarts or nnodes > 1 or options.node_rank):
         return None
-    if launcher.current().world_size > 1:
+    if is_rank:
         raise DrumlineError(
             "--restarts and --nnodes are for ranks that `drumline serve -n N` starts itself, and "
             "another launcher has started these; leave them out, and have that launcher start "
@@ -168,6 +175,7 @@ def _job_of_front(options: argparse.Namespace) -> launcher.Job | None:
             node_rank=options.node_rank,
             master_port=options.master_port,
             launch_id="drumline serve",
+            encrypt=options.encrypt,
             preload=(worker,),
             **place,
         )
@@ -252,13 +260,16 @@ def _on_ranks(
     num_ranks: int,
     arguments: tuple[Any, ...],
     settings: Mapping[str, Any] = MappingProxyType({}),
+    encrypt: bool = False,
 ) -> None:
     """Call the function on new ranks; in this process if it is a rank, or is to be the only one."""
     call = (module, function, arguments, dict(settings))
     if launcher.current().world_size > 1 or num_ranks == 1:
         call_by_name(*call)
     else:
-        launcher.launch(call_by_name, nprocs=num_ranks, args=call, preload=[module])
+        launcher.launch(
+            call_by_name, nprocs=num_ranks, args=call, preload=[module], encrypt=encrypt
+        )
 
 
 def call_by_name(
@@ -400,6 +411,7 @@ _SERVE_OPTIONS = (
         metavar="PORT",
     ),
     *(((name,), settings) for name, settings in TOKEN_OPTIONS.items()),
+    _option("--encrypt", "encrypt what passes between ranks of several nodes", action="store_true"),
     _count("--restarts", "times that ranks are started again after one died", 0, low=0),
     _count("--max-running", "sequences generated at the same time", 16),
     _count("--max-waiting", "sequences that may wait for their turn", 64),

@@ -26,7 +26,7 @@ from transformers import (
 
 import drumline
 import launcher
-from drumline.cli import DELEGATED, main, parser
+from drumline.cli import DELEGATED, command_options, main, parser
 from drumline.cli.run_script import load_over_all_ranks
 from drumline.strategies.with_model import num_positions
 from tests.drumline.conftest import LLAMA
@@ -310,6 +310,14 @@ def test_bench_prints_prefill_and_decode_rates_memory_and_hops(checkpoints, caps
     assert prefill == pytest.approx(2 * 16 / first_s * 1e3, rel=0.5) and decode > 0
 
 
+def test_serve_encrypts_between_its_nodes(tmp_path):
+    """The page on security had the option, and the command did not."""
+    nodes = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--token-file", str(tmp_path / "token")]
+    options = parser().parse_args(["serve", "--model", "m", *nodes, "--encrypt"])
+    options.command_line = ("serve",)
+    assert command_options._job_of_front(options).encrypt
+
+
 MODEL = "--model --adapter --dequantize --gguf-file --trust-remote-code"
 OPTIONS = {
     "plan": f"{MODEL} --memory --ranks --device-map --dtype --batch --length --bandwidth --hop"
@@ -319,7 +327,8 @@ OPTIONS = {
     "serve": f"{MODEL} -n --ranks --memory --host --port --api-key-file --dtype --device-map --tp"
     " --tensor-parallel-size --served-model-name --chat-template --log-requests"
     " --enable-log-requests --max-length --max-model-len --nnodes --node-rank"
-    " --master-addr --master-port --token-file --insecure --restarts --max-running --max-waiting",
+    " --master-addr --master-port --token-file --insecure --encrypt --restarts --max-running"
+    " --max-waiting",
     "top": "",
     "auto": "-n --ranks",
 }
