@@ -285,11 +285,12 @@ release:
 	@cd dist && sha256sum * > SHA256SUMS && cat SHA256SUMS
 
 # In environments of their own; hours. A row of the table in docs/versions.md: ROWS=torch-2.15.0.
-# Each row is written when it is done; RESUME=1 leaves out those that ran today.
+# Each row is written when it is done; RESUME=1 leaves out those that ran today;
+# QUICK=1 runs the uses only, a minute a row.
 .PHONY: versions
 versions: export OMP_WAIT_POLICY := passive
 versions: $(VENV)/ready uv
-	@$(BIN)/python -m tests.versions.matrix $(if $(RESUME),--resume) $(ROWS)
+	@$(BIN)/python -m tests.versions.matrix $(if $(RESUME),--resume) $(if $(QUICK),--uses) $(ROWS)
 
 # Before a release of theirs: what it changed of the names that drumline takes, and whether tests pass.
 # RECORD=1 writes down what the names are in .venv, once the changes were read.

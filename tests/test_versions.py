@@ -42,11 +42,13 @@ def test_a_row_that_ran_is_written_in_order_beside_those_that_did_not(pages):
 def test_a_matrix_that_was_stopped_goes_on_with_the_rows_that_did_not_run(pages, monkeypatch):
     """It takes an hour, and each row writes what it found."""
     done, *rest = [row.name for row in matrix.ROWS]
-    monkeypatch.setattr(matrix, "run", lambda row: ([row.name, str(datetime.date.today())], True))
+    monkeypatch.setattr(
+        matrix, "run", lambda row, _: ([row.name, str(datetime.date.today())], True)
+    )
     monkeypatch.setattr(sys, "argv", ["matrix", done])
     assert matrix.main() == 0 and done in matrix.table()
     ran = []
-    monkeypatch.setattr(matrix, "run", lambda row: (ran.append(row.name) or [row.name], True))
+    monkeypatch.setattr(matrix, "run", lambda row, _: (ran.append(row.name) or [row.name], True))
     monkeypatch.setattr(sys, "argv", ["matrix", "--resume"])
     assert matrix.main() == 0 and ran == rest
 
