@@ -44,11 +44,16 @@ def empty_model(
         _refuse_mismatches(path, dict(named_tensors(model)), weight_maps[0], index)
         return weight_maps[0].missing, weight_maps[0].surplus
 
-    with model_building(cls, path):
+    with model_building(cls, _description(path)):
         model, report = build_unfilled(cls, config, dtype, match, **options)
         place_buffers(model, places)
     _check(path, report, index, weight_maps[0].stored_as)
     return model, weight_maps[0]
+
+
+def _description(path: str | Path) -> Path:
+    """The file that says what the model of a checkpoint is."""
+    return Path(path) if Path(path).is_file() else Path(path, "config.json")
 
 
 def load_shard(
@@ -59,7 +64,7 @@ def load_shard(
     Read by transformers, which maps the files into memory: what it converts is there twice for a
     while.
     """
-    with model_building(cls, path):
+    with model_building(cls, _description(path)):
         model, report = load_placed(cls, path, places, dtype, **options)
         place_buffers(model, places)
     _check(path, report, read_index(path), {})

@@ -211,6 +211,25 @@ def file_state(file: int | Path) -> FileState:
     return FileState(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
+def check_unchanged(path: Path, index: Index) -> None:
+    """Raise CheckpointError if a file is not as it was when its header was read here.
+
+    For files that a library reads by itself, from its own look at their headers.
+    """
+    written = {stored.file: stored.written for stored in index.values() if stored.written}
+    for name, state in written.items():
+        file = path if path.is_file() else path / name
+        if not file.exists() or file_state(file) != state:
+            raise _changed(file)
+
+
+def _changed(file: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{file} changed while it was read, so the model would be a mixture; load it again once "
+        "nobody writes to it."
+    )
+
+
 def _entry(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
     """Begin, end, name, dtype and shape of one tensor of a header."""
     if not isinstance(entry, dict):
@@ -266,13 +285,7 @@ class TensorReader:
         while self._open:
             os.close(self._open.popitem()[1])
         if changed and kind is None:
-            raise self._changed(changed[0])
-
-    def _changed(self, name: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self._path_of(name)} changed while it was read, so the model would be a mixture; "
-            "load it again once nobody writes to it."
-        )
+            raise _changed(self._path_of(changed[0]))
 
     def read(self, stored: StoredTensor, region: Region, out: torch.Tensor) -> None:
         """Fill `out` (contiguous, on the CPU, of the stored dtype) with a box of the tensor."""
@@ -316,7 +329,7 @@ class TensorReader:
         if stored.file not in self._maps:
             fd, memory = self._file(stored), None
             if file_state(fd) != self._written[stored.file]:  # perhaps shorter than its tensors
-                raise self._changed(stored.file)
+                raise _changed(self._path_of(stored.file))
             if linux.file_system(os.fstat(fd).st_dev)[0] in LOCAL_FILE_SYSTEMS:
                 with contextlib.suppress(OSError, ValueError):  # the reader names the cause
                     memory = mmap.mmap(fd, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)

@@ -19,6 +19,7 @@ from coordinator import Coordinator
 from drumline.checkpoint.config_files import read_generation_config
 from drumline.checkpoint.empty_model import empty_model, load_shard
 from drumline.checkpoint.json_files import MERGE_ADAPTER
+from drumline.checkpoint.safetensors_index import check_unchanged
 from drumline.checkpoint.source import Checkpoint, CheckpointFiles
 from drumline.checkpoint.weight_map import NotStreamable, WeightMap
 from drumline.core.consistency import check_same_on_all_ranks, model_facts, run_on_all_ranks
@@ -189,6 +190,7 @@ def _read(
     if not source.maps:
         options["disable_mmap"] = True
     model = load_shard(checkpoint.kind, source.path, places, checkpoint.dtype, **options)
+    check_unchanged(source.path, source.index)
     install_device_hooks(model, device_map, rank, None)
     return LoadedStage(model, device_map)
 

@@ -33,6 +33,7 @@ from drumline.cli import main
 from drumline.cli.run_script import run_script
 from drumline.core.shards import Region
 from drumline.planner.model_profile import build_on_meta, model_class
+from drumline.strategies import pipeline_parallel
 from drumline.strategies.opening import read_descriptions
 
 TENSORS = {
@@ -643,6 +644,30 @@ def test_a_quantised_model_without_the_package_for_it_is_an_error(llama, ranks_o
     (error,) = ranks_or_errors(rank, 1)
     assert isinstance(error, CheckpointError), error
     assert "install nobody's" in str(error)
+
+
+def test_a_file_that_changes_on_one_rank_while_transformers_reads_it_is_named_on_all(
+    llama, ranks_or_errors, tmp_path, monkeypatch
+):
+    """Only what drumline reads itself was compared with its state at the start."""
+    configured(llama, quantization_config={"quant_method": "nobody's", "bits": 4})
+    folders = [llama, tmp_path / "copy"]
+    shutil.copytree(llama, folders[1])
+
+    def read(kind, path, *unused, **options):
+        if path == folders[1]:
+            os.utime(path / "model.safetensors", (0, 0))
+        return torch.nn.Linear(1, 1)
+
+    monkeypatch.setattr(pipeline_parallel, "load_shard", read)
+
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            drumline.load(folders[coor.rank], coor=coor)
+
+    for error in ranks_or_errors(rank, 2):
+        assert isinstance(error, CheckpointError), error
+        assert "copy/model.safetensors changed while it was read" in str(error)
 
 
 @pytest.fixture
