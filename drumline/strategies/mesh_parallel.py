@@ -25,7 +25,7 @@ from drumline.contact.generate_options import Criteria
 from drumline.contact.model_hooks import ModelHooks
 from drumline.core.group_monitor import GroupMonitor, MonitoredCommunicator, monitored_loading
 from drumline.core.mesh import ALIASES, Mesh, resolve_mesh
-from drumline.errors import PeerLost, PlanError
+from drumline.errors import PeerLost, PlanError, RefusedUse
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.model_profile import layer_names
 from drumline.strategies.opening import open_for_mesh
@@ -82,6 +82,16 @@ class MeshModel(ModelHooks):
         if self._monitor is None:
             return criteria
         return same_stopping_on_all_ranks(criteria, self._monitor)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, where each rank has a whole model. Raises RefusedUse elsewhere."""
+        if self._monitor is not None or self.mesh.axis_size("dp_shard") > 1:
+            raise RefusedUse(
+                f"the ranks of the mesh {dict(self.mesh.axes)} share the layers and each would "
+                "schedule what has come to it by then, so they would wait for each other in other "
+                'batches; add device_map="auto", and rank 0 schedules for all.'
+            )
+        return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
 
 
 def load_mesh(path: str | Path, coor: Coordinator | None, options: LoadOptions) -> Any:

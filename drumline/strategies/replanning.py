@@ -175,6 +175,10 @@ class ReplanningMixin:
         with self._replanner.call(self, may_wait=True):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        with self._replanner.call(self, may_wait=True):
+            return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
+
 
 def _met(before: Coordinator) -> Coordinator | None:
     """A Coordinator of the ranks that are left; None if one more is lost while they meet."""

@@ -178,11 +178,15 @@ class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
         loaded = self.ranks.loaded_attention
         if "flash" in loaded:
             return
-        if loaded not in BY_SEQUENCE or not model._can_set_attn_implementation():
+        remedy = ""
+        if not model._can_set_attn_implementation():
+            remedy = "it is written into its layers, so use generate()"
+        elif loaded not in BY_SEQUENCE:
+            remedy = "load it with attn_implementation='sdpa' or 'eager', or use generate()"
+        if remedy:
             raise DrumlineError(
                 f"rank 0: {type(model).__name__} attends by {loaded!r}, of which there is nothing "
-                "over pages, so it cannot be batched continuously; load it with "
-                "attn_implementation='sdpa' or 'eager', or use generate()."
+                f"over pages, so it cannot be batched continuously; {remedy}."
             )
         self.ranks.use_attention(self, BY_SEQUENCE[loaded])
 

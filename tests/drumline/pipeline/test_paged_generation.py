@@ -11,6 +11,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import drumline
+import launcher
 from tests.drumline.conftest import LLAMA
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -79,12 +80,56 @@ def test_requests_that_do_not_fit_in_the_pool_take_turns(llama, batched):
     assert batched(path, 2, inputs, num_blocks=12) == texts
 
 
+def test_a_beginning_that_requests_share_is_computed_once(llama, on_master):
+    path, inputs, texts = llama
+    num_tokens = []
+
+    def count(module, args, kwargs):
+        num_tokens.append(kwargs["input_ids"].shape[1])
+
+    def work(model):
+        model.register_forward_pre_hook(count, with_kwargs=True)
+        config = ContinuousBatchingConfig(page_size=4)
+        with model.continuous_batching_context_manager(GREEDY, True, None, config) as manager:
+            for prompt in (inputs[0], inputs[3]):  # the second one begins when the first has ended
+                manager.add_request(prompt)
+                yield manager.get_result(timeout=30).generated_tokens
+
+    assert on_master(path, 2, lambda model: list(work(model))) == [texts[0], texts[3]]
+    prefills = [count for count in num_tokens if count > 1]
+    shared = len(SHARED) // 4 * 4
+    assert prefills == [len(inputs[0]), len(inputs[3]) - shared]
+
+
 def test_forks_of_a_request_copy_its_last_block_on_every_rank(llama, batched):
     path, inputs, texts = llama
     forked = GenerationConfig(**GREEDY.to_diff_dict())
     forked.num_return_sequences = 3
     outputs = batched(path, 3, inputs[:3], generation=forked)
     assert outputs == [text for text in texts[:3] for _ in range(3)]
+
+
+@pytest.mark.parametrize("nprocs", [2, 4])
+def test_ranks_that_share_layers_keep_the_pages_of_their_heads(llama, nprocs):
+    path, inputs, texts = llama
+
+    def rank():
+        torch.set_num_threads(1)
+        with drumline.load(path, tp=2, device_map="auto", max_memory=[1 << 30] * nprocs) as model:
+            return texts_of(model, inputs, max_batch_tokens=31)
+
+    assert launcher.launch(rank, nprocs=nprocs, launcher="threads", timeout_s=60)[0] == texts
+
+
+def test_ranks_that_all_make_the_calls_are_told_to_let_one_schedule(llama):
+    """Each would batch what has come to it by then, and wait in layers for others that did not."""
+
+    def rank():
+        refusal = pytest.raises(drumline.DrumlineError, match='add device_map="auto"')
+        with drumline.load(llama[0], tp=2) as model, refusal:
+            model.generate_batch([[5, 6]], generation_config=GREEDY)
+
+    launcher.launch(rank, nprocs=2, launcher="threads", timeout_s=60)
 
 
 SLIDING = {"sliding_window": 6, "num_hidden_layers": 4}
@@ -125,7 +170,25 @@ def test_a_rank_that_is_killed_amid_batches_ends_every_wait(checkpoints, start):
     assert [process.wait(timeout=40) for process in processes[1:]] == [-signal.SIGKILL, 1]
 
 
-def test_settings_and_models_that_pages_cannot_have_are_refused_by_name(checkpoints, on_master):
+@pytest.mark.parametrize(
+    ("kind", "config", "reason"),
+    [
+        ("BloomForCausalLM", {"n_layer": 4, "n_head": 4}, "written into its layers"),
+        ("MambaForCausalLM", {"num_hidden_layers": 4, "state_size": 4}, "linear_attention"),
+    ],
+)
+def test_models_without_attention_over_pages_are_refused_by_name(
+    checkpoints, on_master, kind, config, reason
+):
+    def work(model):
+        with pytest.raises((drumline.DrumlineError, ValueError), match=reason):
+            model.generate_batch([[5, 6]], generation_config=GREEDY)
+
+    _, path = checkpoints.make(kind, kind, vocab_size=64, hidden_size=32, **config)
+    on_master(path, 2, work)
+
+
+def test_settings_that_pages_cannot_have_are_refused_by_name(checkpoints, on_master):
     def work(model):
         config = ContinuousBatchingConfig(cpu_offload_space=1.0, use_async_batching=True)
         with pytest.raises(drumline.DrumlineError, match="use_async_batching=True, cpu_offload"):

@@ -1,4 +1,4 @@
-"""CHECKPOINT MAX_MEMORY: kill the last rank while the model generates, then call it again twice.
+"""CHECKPOINT MAX_MEMORY: kill the last rank while the model generates, then batch, and call twice.
 
 Prints a line of JSON for each call: its tokens, or its error.
 """
@@ -9,6 +9,7 @@ import signal
 import sys
 
 import torch
+from transformers import GenerationConfig
 
 import drumline
 
@@ -41,11 +42,18 @@ def generate(**options):
     return model.generate(PROMPT, max_new_tokens=30, min_new_tokens=30, do_sample=True, **options)
 
 
+def batch():
+    settings = GenerationConfig(do_sample=False, max_new_tokens=9, eos_token_id=-1)
+    (output,) = model.generate_batch(PROMPT.tolist(), generation_config=settings).values()
+    return torch.tensor(output.generated_tokens)
+
+
 memory = json.loads(sys.argv[2])
 with drumline.load(sys.argv[1], on_failure="replan", max_memory=memory) as model:
     cache = model(PROMPT, use_cache=True).past_key_values
     victim = model._replanner.coor.peers[-1]
     report(lambda: generate(streamer=Killer()))
+    report(batch)
     report(generate)
     report(lambda: model(PROMPT, past_key_values=cache).logits)
     report(generate)
