@@ -26,8 +26,11 @@ REDUCTIONS = [
     *((dtype, op) for dtype in FLOATS for op in ("sum", "prod", "max", "min", "avg")),
     *((dtype, op) for dtype in INTEGERS for op in ("sum", "prod", "max", "min")),
     *((torch.bool, op) for op in ("prod", "max", "min")),
+    (torch.complex64, "sum"),
+    (torch.complex128, "sum"),
 ]
-DTYPES = (*FLOATS, *INTEGERS, torch.bool)
+MOVED = (torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128)
+DTYPES = (*FLOATS, *INTEGERS, torch.bool, *MOVED)
 NODES = [[2], [3], [4], [5], [6], [7], [1, 2], [3, 2], [2, 2, 3]]
 
 shapes = st.one_of(
@@ -76,13 +79,18 @@ class Ranks:
 def values(seed, rank, shape, dtype):
     """Small whole numbers: every order of adding gives the same."""
     generator = torch.Generator().manual_seed(seed + 7919 * rank)
-    low = 0 if dtype in (torch.uint8, torch.bool) else -2
+    if dtype.is_complex:
+        parts = torch.randint(-2, 3, (*shape, 2), generator=generator).to(dtype.to_real())
+        return torch.view_as_complex(parts)
+    low = -2 if dtype.is_signed else 0
     return torch.randint(low, 3, shape, generator=generator).to(dtype)
 
 
 def reduced(parts, op):
     """The plain answer, rounded once."""
     dtype = parts[0].dtype
+    if dtype.is_complex:
+        return torch.stack(parts).sum(0)
     wide = torch.stack(parts).to(torch.float64 if dtype.is_floating_point else torch.int64)
     if op == "avg":
         exact = torch.float64 if dtype == torch.float64 else torch.float32
@@ -98,7 +106,7 @@ def reduced(parts, op):
 
 def same(found, expected):
     assert found.dtype == expected.dtype and found.shape == expected.shape
-    return torch.equal(found.double(), expected.double())
+    return torch.equal(found, expected)
 
 
 class RandomOperations(RuleBasedStateMachine):
