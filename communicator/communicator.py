@@ -4,7 +4,7 @@ with Communicator(Coordinator()) as comm:
     comm.allreduce(torch.ones(4))
 
 The way of a call: an interceptor, where there is one; the check of its arguments, in C or
-calls/checked_calls.py; the backend (backend.py). `_bind` says which of them a method is.
+calls/checked_calls.py; the backend (backend.py). The base's `_bind` says which of them a method is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import sys
 import threading
 import warnings
-import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -30,22 +29,17 @@ from communicator.calls.dtypes import Op
 from communicator.calls.joined_calls import allgather_along, reduce_scatter_along
 from communicator.errors import CommunicatorError
 from communicator.former_backend import BaseOfFormerBackends
+from communicator.interceptors import forks
 from communicator.interceptors.background_calls import BackgroundCalls, CallHandle
-from communicator.interceptors.interceptor import CALLS, Interceptor, Refusal
+from communicator.interceptors.interceptor import InterceptedCalls
 from communicator.interceptors.recording import Observation, Trace
+from communicator.own_gpu import as_device
 from communicator.selection import choose
 from coordinator import Coordinator
 
 
-def _as_device(device: torch.device | str | int | None) -> torch.device | None:
-    """The device that an argument names; a number is that of a GPU."""
-    if isinstance(device, int):
-        return torch.device("cuda", device)
-    return None if device is None else torch.device(device)
-
-
 @final
-class Communicator(metaclass=BaseOfFormerBackends):
+class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
     """Moves tensors among the ranks of a Coordinator. Collective to create.
 
     coor: the ranks. It stays the caller's, and must outlive the Communicator.
@@ -70,7 +64,6 @@ class Communicator(metaclass=BaseOfFormerBackends):
 
     _backend: Backend
     _closed = True  # until it is open
-    _interceptors: tuple[Interceptor, ...] = ()
     _background: BackgroundCalls | None = None
     _messages: Any = None  # of isend and irecv
     _recorder: launcher.Recorder | None = None
@@ -87,38 +80,34 @@ class Communicator(metaclass=BaseOfFormerBackends):
         checked_calls: int | None = None,
         **options: Any,
     ) -> None:
-        own = _as_device(device)
+        own = as_device(device)
         kind = own.type if own is not None and device_type is None else device_type
         has_gpu = own is not None and own.index is not None
         chosen = choose(coor, backend, kind, has_gpu)
-        self._open(chosen, coor, options, backend, timeout_s, own, checked_calls)
+        self._open(chosen, coor, backend, own, timeout_s, checked_calls, **options)
 
     @classmethod
     def _of(
         cls,
         chosen: type[Backend],
         coor: Coordinator,
-        *,
-        timeout_s: float | None = None,
         device: torch.device | str | int | None = None,
-        checked_calls: int | None = None,
         **options: Any,
     ) -> Communicator:
         """Over this backend, which all ranks are known to have chosen. Collective."""
         comm = cls.__new__(cls)
-        own = _as_device(device)
-        comm._open(chosen, coor, options, chosen, timeout_s, own, checked_calls)
+        comm._open(chosen, coor, chosen, as_device(device), **options)
         return comm
 
     def _open(
         self,
         chosen: type[Backend],
         coor: Coordinator,
-        options: dict[str, Any],
         backend: Any,
-        timeout_s: float | None,
         device: torch.device | None,
-        checked_calls: int | None,
+        timeout_s: float | None = None,
+        checked_calls: int | None = None,
+        **options: Any,
     ) -> None:
         self.coor, self.rank, self.world_size = coor, coor.rank, coor.world_size
         self._backend = chosen(
@@ -126,12 +115,11 @@ class Communicator(metaclass=BaseOfFormerBackends):
         )
         self._choice = {"backend": backend, "timeout_s": self._backend.timeout_s, **options}
         self._closed, self._pid, self._opening = False, os.getpid(), threading.Lock()
-        self._binding = threading.RLock()
-        _live.add(self)
+        forks.track(self)
         self._backend.open(**options)
         self._calls: CheckedCalls = self._backend.own_calls() or CheckedCalls(self._backend)
         self._recorder = launcher.recorder(coor.info)
-        self._bind()
+        self._start_binding(self._calls.straight())
         if self._backend.call_checker is not None:
             self._backend.call_checker.install(self)
         if self._recorder is not None:
@@ -224,8 +212,7 @@ class Communicator(metaclass=BaseOfFormerBackends):
         """
         if dim is None and sizes is None:
             return self._calls.allgather(tensor, out=out)
-        calls, gather = self._joined("allgather", tensor, out), self.allgather
-        return calls.or_decline(lambda: allgather_along(calls, gather, tensor, dim, sizes))
+        return allgather_along(self._calls, self.allgather, tensor, out, dim, sizes)
 
     def reduce_scatter(
         self,
@@ -243,10 +230,8 @@ class Communicator(metaclass=BaseOfFormerBackends):
         """
         if dim is None and sizes is None:
             return self._calls.reduce_scatter(tensor, op, out=out)
-        calls, scatter = self._joined("reduce_scatter", tensor, out), self.reduce_scatter
-        return calls.or_decline(
-            lambda: reduce_scatter_along(calls, scatter, tensor, op, dim, sizes)
-        )
+        calls, reduce_scatter = self._calls, self.reduce_scatter
+        return reduce_scatter_along(calls, reduce_scatter, tensor, op, out, dim, sizes)
 
     def alltoall(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Row i of the result is what rank i had in row `rank`: [world_size, *shape]. Collective.
@@ -497,45 +482,6 @@ class Communicator(metaclass=BaseOfFormerBackends):
 
     # Internal.
 
-    def _intercept(self, interceptor: Interceptor) -> None:
-        """Do something around calls, until its remove()."""
-        with self._binding:
-            self._interceptors = (*self._interceptors, interceptor)
-            self._bind()
-
-    def _uninstall(self, interceptor: Interceptor) -> None:
-        """Do it no longer."""
-        with self._binding:
-            self._interceptors = tuple(one for one in self._interceptors if one is not interceptor)
-            self._bind()
-
-    def _bind(self) -> None:
-        """Bind each call to what it goes through: interceptors, then C where nothing is before it.
-
-        The only place where a method of an object is set. So `comm.allreduce` is the C function
-        itself, or the method of this class, or what an interceptor has made of either.
-        """
-        straight = self._calls.straight()
-        outermost_last = sorted(self._interceptors, key=lambda one: one.order, reverse=True)
-        for name in CALLS:
-            call = straight.get(name)
-            for interceptor in outermost_last:
-                if name in interceptor.names:
-                    own = getattr(Communicator, name).__get__(self)
-                    call = interceptor.around(name, call or own)
-            if call is not None:
-                self.__dict__[name] = call
-            else:
-                self.__dict__.pop(name, None)
-
-    def _joined(self, call: str, tensor: torch.Tensor, out: torch.Tensor | None) -> CheckedCalls:
-        """The calls that one along a dim is made of, once its tensor was checked."""
-        self._backend.check_tensor(call, tensor)
-        if out is not None:
-            me = self._backend.rank_name()
-            raise ValueError(f"{me}, {call}: out= goes with neither dim= nor sizes=")
-        return self._calls
-
     def _start_message(self, kind: str, tensor: torch.Tensor, peer: int) -> CallHandle:
         self.coor.note_peer(peer)
         with self._opening:
@@ -545,29 +491,8 @@ class Communicator(metaclass=BaseOfFormerBackends):
                 self._messages = open_messages(self, self._backend)
         return CallHandle(self._messages.start(kind, tensor, peer), lambda: tensor)
 
-    def _disown(self) -> None:
+    def _disown(self, error: CommunicatorError) -> None:
         """In a forked child: refuse its calls, which the peers would take for those of the rank."""
-        error = CommunicatorError(
-            f"{self._backend.rank_name()}: process {os.getpid()} was forked from the rank and "
-            "cannot use its communicator: the peers would take it for the rank. Call from the rank "
-            "itself, or start the process as a rank of its own."
-        )
         self._backend.disown(error)
-        # Before they wait for a lock that another thread held, which is not in the child.
-        self._binding = threading.RLock()
-        if not self._closed:
-            Refusal(error).install(self)
-
-
-_live: weakref.WeakSet[Communicator] = weakref.WeakSet()
-_inherited: list[Communicator] = []
-
-
-def _keep_inherited() -> None:
-    """In a forked child, never free the parent's Communicators: their threads are not there."""
-    _inherited.extend(_live)
-    for comm in _inherited:
-        comm._disown()
-
-
-os.register_at_fork(after_in_child=_keep_inherited)
+        if "_straight" in self.__dict__:  # it was open
+            self._refuse_all(error)

@@ -23,3 +23,10 @@ def own_ordinal(local_rank: int) -> int:
         f"local rank {local_rank} has no GPU of its own among the {count} here. Start at most "
         f"{count} ranks a node, or name its GPU with Communicator(coor, device=...)"
     )
+
+
+def as_device(device: torch.device | str | int | None) -> torch.device | None:
+    """The device that an argument names; a number is that of a GPU."""
+    if isinstance(device, int):
+        return torch.device("cuda", device)
+    return None if device is None else torch.device(device)

@@ -1,6 +1,6 @@
 """Collectives along a dim of the tensor, and of parts whose sizes differ.
 
-joined = allgather_along(calls, comm.allgather, tensor, dim=-1, sizes=[3, 5])
+joined = allgather_along(calls, comm.allgather, tensor, None, dim=-1, sizes=[3, 5])
 """
 
 from __future__ import annotations
@@ -18,10 +18,25 @@ def allgather_along(
     calls: CheckedCalls,
     allgather: Callable[[torch.Tensor], torch.Tensor],
     tensor: torch.Tensor,
+    out: torch.Tensor | None,
     dim: int | None,
     sizes: Sequence[int] | None,
 ) -> torch.Tensor:
-    """Every rank's tensor, joined along dim. sizes: that of each rank there, if they differ."""
+    """Every rank's tensor, joined along dim. sizes: that of each rank there, if they differ.
+
+    allgather: the user's call of equal parts. A mistake is raised on all ranks.
+    """
+    _check(calls, "allgather", tensor, out)
+    return calls.or_decline(lambda: _allgathered(calls, allgather, tensor, dim, sizes))
+
+
+def _allgathered(
+    calls: CheckedCalls,
+    allgather: Callable[[torch.Tensor], torch.Tensor],
+    tensor: torch.Tensor,
+    dim: int | None,
+    sizes: Sequence[int] | None,
+) -> torch.Tensor:
     if sizes is None:
         rows = allgather(tensor)
         return join_rows(rows, check_dim(calls.rank_name(), "allgather", tensor, dim))
@@ -44,10 +59,26 @@ def reduce_scatter_along(
     reduce_scatter: Callable[[torch.Tensor, Op], torch.Tensor],
     tensor: torch.Tensor,
     op: Op,
+    out: torch.Tensor | None,
     dim: int | None,
     sizes: Sequence[int] | None,
 ) -> torch.Tensor:
-    """This rank's part of the reduction, which is cut along dim, evenly or into these sizes."""
+    """This rank's part of the reduction, which is cut along dim, evenly or into these sizes.
+
+    reduce_scatter: the user's call of equal parts. A mistake is raised on all ranks.
+    """
+    _check(calls, "reduce_scatter", tensor, out)
+    return calls.or_decline(lambda: _reduced(calls, reduce_scatter, tensor, op, dim, sizes))
+
+
+def _reduced(
+    calls: CheckedCalls,
+    reduce_scatter: Callable[[torch.Tensor, Op], torch.Tensor],
+    tensor: torch.Tensor,
+    op: Op,
+    dim: int | None,
+    sizes: Sequence[int] | None,
+) -> torch.Tensor:
     dim = check_dim(calls.rank_name(), "reduce_scatter", tensor, dim)
     if sizes is None:
         share, rest = divmod(tensor.shape[dim], calls.world_size)
@@ -67,3 +98,9 @@ def reduce_scatter_along(
     out = torch.empty_like(parts[calls.rank], memory_format=torch.contiguous_format)
     calls.reduce_scatterv(out, flat, [part.numel() for part in parts], op)
     return out
+
+
+def _check(calls: CheckedCalls, call: str, tensor: torch.Tensor, out: torch.Tensor | None) -> None:
+    calls.backend.check_tensor(call, tensor)
+    if out is not None:
+        raise ValueError(f"{calls.rank_name()}, {call}: out= goes with neither dim= nor sizes=")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from enum import IntEnum, auto
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 Call = Callable[..., Any]
 
@@ -40,18 +41,6 @@ class Order(IntEnum):
     TRACE = auto()
 
 
-class Intercepted(Protocol):
-    """A communicator, as its interceptors know it."""
-
-    def _intercept(self, interceptor: Interceptor) -> None:
-        """Do it around calls from now on, until its remove()."""
-        ...
-
-    def _uninstall(self, interceptor: Interceptor) -> None:
-        """Do it no longer; nothing if it is not there."""
-        ...
-
-
 class Interceptor:
     """Something done around calls of one communicator. It keeps no communicator alive."""
 
@@ -62,9 +51,9 @@ class Interceptor:
         """The call of that name with this around it."""
         raise NotImplementedError
 
-    _owner: Callable[[], Intercepted | None] = staticmethod(lambda: None)
+    _owner: Callable[[], InterceptedCalls | None] = staticmethod(lambda: None)
 
-    def install(self, comm: Intercepted) -> None:
+    def install(self, comm: InterceptedCalls) -> None:
         """Do it around calls of this communicator from now on."""
         self._owner = weakref.ref(comm)
         comm._intercept(self)
@@ -73,6 +62,52 @@ class Interceptor:
         """Stand before no call any more, and leave the other interceptors."""
         if (comm := self._owner()) is not None:
             comm._uninstall(self)
+
+
+class InterceptedCalls:
+    """The base of a class before whose methods, those in CALLS, interceptors may stand."""
+
+    _interceptors: tuple[Interceptor, ...] = ()
+
+    def _start_binding(self, straight: Mapping[str, Call]) -> None:
+        """Bind the calls. straight: functions that do what the method of that name does."""
+        self._straight, self._binding = straight, threading.RLock()
+        self._bind()
+
+    def _intercept(self, interceptor: Interceptor) -> None:
+        """Do something around calls, until its remove()."""
+        with self._binding:
+            self._interceptors = (*self._interceptors, interceptor)
+            self._bind()
+
+    def _uninstall(self, interceptor: Interceptor) -> None:
+        """Do it no longer."""
+        with self._binding:
+            self._interceptors = tuple(one for one in self._interceptors if one is not interceptor)
+            self._bind()
+
+    def _refuse_all(self, error: Exception) -> None:
+        """In a forked child: raise the error in place of every call."""
+        self._binding = threading.RLock()  # which a thread of the parent may have held
+        Refusal(error).install(self)
+
+    def _bind(self) -> None:
+        """Bind each call to what it goes through: interceptors, then C where nothing is before it.
+
+        The only place where a method of an object is set. So `comm.allreduce` is the C function
+        itself, or the method of its class, or what an interceptor has made of either.
+        """
+        outermost_last = sorted(self._interceptors, key=lambda one: one.order, reverse=True)
+        for name in CALLS:
+            call = self._straight.get(name)
+            for interceptor in outermost_last:
+                if name in interceptor.names:
+                    own = getattr(type(self), name).__get__(self)
+                    call = interceptor.around(name, call or own)
+            if call is not None:
+                self.__dict__[name] = call
+            else:
+                self.__dict__.pop(name, None)
 
 
 class Refusal(Interceptor):

@@ -6,7 +6,7 @@ import inspect
 import weakref
 from typing import Any
 
-from communicator.interceptors.interceptor import KINDS, Call, Intercepted, Interceptor, Order
+from communicator.interceptors.interceptor import KINDS, Call, InterceptedCalls, Interceptor, Order
 from launcher import Recorder
 
 
@@ -32,7 +32,7 @@ class Count(Trace):
 class Observation:
     """A communicator as LiveCalls observes it: counted while a viewer looks."""
 
-    def __init__(self, comm: Intercepted, **extra_args: Any) -> None:
+    def __init__(self, comm: InterceptedCalls, **extra_args: Any) -> None:
         self.target, self._extra_args = weakref.ref(comm), extra_args
         self._count: Count | None = None
 
