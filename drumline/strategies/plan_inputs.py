@@ -18,12 +18,15 @@ from drumline.checkpoint.json_files import gguf_path
 from drumline.checkpoint.source import Checkpoint
 from drumline.core.consistency import run_on_all_ranks
 from drumline.core.device_map import DeviceMap, ModelProfile, Place
+from drumline.errors import CheckpointError
 from drumline.planner import model_profile
 from drumline.planner.cost_model import DeviceSpeeds, PassShape
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import cluster_memory, limit_memory
 from drumline.planner.plan import plan
 from drumline.strategies.opening import open_checkpoint, weight_format
+
+BITS_OF_A_BYTE = 8
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,25 @@ def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOption
         read_weights = weight_format("gguf_file").read_gguf_weights
         files = run_on_all_ranks(coor, lambda: read_weights(checkpoint.files, model, dtype))
         checkpoint = replace(checkpoint, files=files)
+    _check_is_stored(checkpoint, model)
     config = checkpoint.config
     parts = model_profile.with_tokens(parts, config, dtype, options.batch, options.length)
     step = PassShape(options.batch, model_profile.hidden_width(config), dtype.itemsize)
     free_nbytes = limit_memory(cluster_memory(coor), options.max_memory)
     return PlanInputs(checkpoint, parts, free_nbytes, step)
+
+
+def _check_is_stored(checkpoint: Checkpoint, model: Any) -> None:
+    """Raise CheckpointError for a model of more parameters than its files have bits."""
+    files = checkpoint.files
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    nbytes = sum(stored.nbytes for stored in files.index.values())
+    if num_parameters > BITS_OF_A_BYTE * nbytes:
+        raise CheckpointError(
+            f"{files.path}/config.json describes a model of {num_parameters} parameters, and the "
+            f"files hold {nbytes} bytes, less than a bit for each. Take the config.json that was "
+            "saved with these files."
+        )
 
 
 def model_on_meta(

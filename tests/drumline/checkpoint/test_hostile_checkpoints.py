@@ -685,6 +685,14 @@ def load_alone(ranks_or_errors):
     return load
 
 
+def test_a_config_of_more_parameters_than_the_files_have_bits_is_refused(llama, load_alone):
+    """It was said to lack a thousand times the memory of the machine."""
+    configured(llama, intermediate_size=1 << 31)
+    error = load_alone(llama)
+    assert isinstance(error, CheckpointError), error
+    assert re.search(r"config\.json describes a model of \d+ parameters", str(error))
+
+
 SENSELESS = [
     {"architectures": ["LlamaPreTrainedModel"]},
     {"base_model_tp_plan": 7},
