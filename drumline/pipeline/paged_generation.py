@@ -148,12 +148,15 @@ class PagedGenerationMixin:
         model whose attention is not over pages. If a rank is lost, the manager's thread ends, and
         PeerLost is raised to whoever adds a request, waits for a result or stops it.
         """
-        if self._driver is None and self._prefetcher is None and self.device.type != "cpu":  # type: ignore[attr-defined]
+        from drumline.contact.batching import paged_batches
+
+        settings = continuous_batching_config or paged_batches.BatchSettings()
+        refused = paged_batches.refused_settings(settings)
+        is_on_cpu = self.device.type == "cpu"  # type: ignore[attr-defined]
+        if self._driver is None and self._prefetcher is None and (refused or not is_on_cpu):
             return super().init_continuous_batching(  # type: ignore[misc]
                 generation_config, continuous_batching_config, workload_hints
             )
-        from drumline.contact.batching import paged_batches
-
         if (kept := paged_batches.kept_manager(self, self._driver)) is not None:
             return kept
         if self.config.is_encoder_decoder:
@@ -164,8 +167,7 @@ class PagedGenerationMixin:
         generation: Any = generation_config or self.generation_config  # type: ignore[attr-defined]
         if generation.eos_token_id is None:
             generation.eos_token_id = -1  # as transformers does it: no token ends a text
-        settings = continuous_batching_config or paged_batches.BatchSettings()
-        if refused := paged_batches.refused_settings(settings):
+        if refused:
             raise RefusedUse(
                 f"rank 0: {', '.join(refused)} of continuous batching are for a model in one "
                 "process, and this one has layers on other ranks or on disk; leave them out."

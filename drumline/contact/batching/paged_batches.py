@@ -176,19 +176,18 @@ class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Have every rank attend to each sequence by itself."""
         loaded = self.ranks.loaded_attention
-        if "flash" in loaded:
-            return
+        self._attention = BY_SEQUENCE.get(loaded, loaded)
         remedy = ""
         if not model._can_set_attn_implementation():
             remedy = "it is written into its layers, so use generate()"
-        elif loaded not in BY_SEQUENCE:
+        elif loaded not in BY_SEQUENCE and "flash" not in loaded:
             remedy = "load it with attn_implementation='sdpa' or 'eager', or use generate()"
         if remedy:
             raise DrumlineError(
                 f"rank 0: {type(model).__name__} attends by {loaded!r}, of which there is nothing "
                 f"over pages, so it cannot be batched continuously; {remedy}."
             )
-        self.ranks.use_attention(self, BY_SEQUENCE[loaded])
+        self.ranks.use_attention(self, self._attention)
 
     @property
     def failure(self) -> Exception | None:
@@ -218,10 +217,12 @@ class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
     def _generation_step(self) -> None:
         processor = self.batch_processor
         assert processor is not None
+        self.ranks.use_attention(self, self._attention)  # another manager may have released it
         processor._generation_step(SteppedModel(self.model, processor.cache))
 
     def _create_batch_processor(self) -> Any:
         """As transformers does it, with tables whose size comes from the memory of all ranks."""
+        self.ranks.use_attention(self, self._attention)  # released if it was stopped before
         if self.batch_processor is not None:
             self.batch_processor.reset()
             return self.batch_processor

@@ -101,6 +101,27 @@ def test_a_beginning_that_requests_share_is_computed_once(llama, on_master):
     assert prefills == [len(inputs[0]), len(inputs[3]) - shared]
 
 
+def test_a_manager_that_goes_on_after_another_has_stopped_still_keeps_requests_apart(
+    llama, on_master
+):
+    """The one that stopped gave the layers back the attention that they were loaded with."""
+    path, inputs, texts = llama
+
+    def work(model):
+        config = ContinuousBatchingConfig(page_size=8, max_requests_per_batch=8)
+        first, second = (model.init_continuous_batching(GREEDY, config) for _ in range(2))
+        for manager in (first, second, first):
+            manager.start()
+            manager.add_requests(inputs[:4])
+            results = [manager.get_result(timeout=30) for _ in range(4)]
+            manager.stop()
+            by_number = sorted(results, key=lambda result: int(result.request_id[4:]))
+            assert [result.generated_tokens for result in by_number] == texts[:4]
+        return model.config._attn_implementation
+
+    assert on_master(path, 2, work) == "sdpa"
+
+
 def test_forks_of_a_request_copy_its_last_block_on_every_rank(llama, batched):
     path, inputs, texts = llama
     forked = GenerationConfig(**GREEDY.to_diff_dict())
