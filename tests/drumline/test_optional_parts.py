@@ -22,7 +22,7 @@ OPTIONAL = (
 
 OPENERS = {
     "communicator/torch_interop": {
-        "communicator/base.py",
+        "communicator/communicator.py",
         "communicator/compile.py",
         "communicator/torch_backend.py",
     },
