@@ -41,7 +41,7 @@ NOT_INSTALLED = {"ray": "ray", "mpi4py": "mpi4py", "cupy": "cupy-cuda12x"}
 """Distributions of packages that this machine may lack, so that their metadata cannot be asked."""
 OF_CHECKPOINTS = {"compressed_tensors"}
 """Packages of quantized formats, which transformers asks for by name where a checkpoint has one."""
-ENGINES = {"vllm", "sglang"}
+ENGINES = {"vllm"}
 """Packages that import our adapter in drumline/engines, not the other way: no extra has them."""
 
 

@@ -14,14 +14,16 @@ from communicator import Unsupported
 PLAIN = (bool, int, float, str, type(None))
 
 
-def record_of(engine: str) -> dict[str, Any]:
+OWN_FOLDER = Path(__file__).parent
+
+
+def record_of(engine: str, folder: Path = OWN_FOLDER) -> dict[str, Any]:
     """The interface of an engine that its adapter was written for.
 
     The version that it was read from, and by class or module the functions that the adapter calls
-    or replaces, each with its parameters.
+    or replaces, each with its parameters. folder: of the record, in an adapter that is elsewhere.
     """
-    path = Path(__file__).parent / f"{engine}_signatures.json"
-    record: dict[str, Any] = json.loads(path.read_text())
+    record: dict[str, Any] = json.loads((folder / f"{engine}_signatures.json").read_text())
     return record
 
 
@@ -39,13 +41,13 @@ def parameters(function: Callable[..., Any]) -> list[str]:
     ]
 
 
-def check_signatures(engine: str, version: str, *owners: str) -> None:
+def check_signatures(engine: str, version: str, *owners: str, folder: Path = OWN_FOLDER) -> None:
     """Raise Unsupported, with its name, for a function that is not as the adapter knows it.
 
     owners: full names of classes or modules of the record. What matches the record is accepted,
     whatever its version.
     """
-    record = record_of(engine)
+    record = record_of(engine, folder)
     for owner in owners:
         installed = pkgutil.resolve_name(owner)
         for name, expected in record[owner].items():

@@ -16,12 +16,15 @@ from torch.distributed import HashStore, ProcessGroup
 from communicator import Unsupported
 from coordinator import torch_private
 from drumline.engines import parameters, record_of
-from drumline.engines import sglang as entry
 from tests.programs.recorded_interfaces import refusing, with_signature
 
-RECORD = record_of("sglang")
+FOLDER = Path(__file__).parent.parent / "examples" / "sglang_plugin"
+sys.path.insert(0, str(FOLDER))
+entry = importlib.import_module("drumline_sglang")
+sys.path.remove(str(FOLDER))
+
+RECORD = record_of("sglang", entry.FOLDER)
 FACTS = RECORD["facts"]
-ROOT = Path(__file__).parents[3]
 BACKEND = "get_torch_distributed_backend_str"
 REGISTER = RECORD["sglang.srt.plugins.hook_registry.HookRegistry"]["register"]
 
@@ -58,10 +61,10 @@ def sglang(monkeypatch):
         parent, _, last = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], last, module)
-    monkeypatch.delitem(sys.modules, "drumline.engines.sglang_platform", raising=False)
+    monkeypatch.delitem(sys.modules, "drumline_sglang.platform", raising=False)
     monkeypatch.setenv("DRUMLINE_SGLANG", "1")
     yield sys.modules["sglang"]
-    sys.modules.pop("drumline.engines.sglang_platform", None)
+    sys.modules.pop("drumline_sglang.platform", None)
 
 
 def imported_platform():
@@ -75,7 +78,7 @@ def test_it_does_nothing_unless_it_was_asked_for(monkeypatch):
 
 
 def test_the_entry_points_are_in_the_groups_where_sglang_looks():
-    project = (ROOT / "pyproject.toml").read_text()
+    project = (FOLDER / "pyproject.toml").read_text()
     for group, name in (("PLATFORM_PLUGINS_GROUP", "platform"), ("GENERAL_PLUGINS_GROUP", "hooks")):
         table = project.partition(
             f'[project.entry-points."{FACTS[f"sglang.srt.plugins.{group}"]}"]'
@@ -106,7 +109,7 @@ def test_a_sglang_with_another_signature_is_refused_by_its_name(sglang, owner, f
     """A release was refused by its number; now any is accepted that the record matches."""
     sglang.version.__version__ = "0.7.0"
     imported_platform()().get_torch_distributed_backend_str()
-    sys.modules.pop("drumline.engines.sglang_platform")
+    sys.modules.pop("drumline_sglang.platform")
     setattr(pkgutil.resolve_name(owner), function, refusing(["self", "more"]))
     with pytest.raises(Unsupported, match=rf"sglang 0.7.0: {owner}.{function} .*self, more.*unset"):
         imported_platform()().get_torch_distributed_backend_str()
@@ -128,7 +131,8 @@ def test_hooks_are_registered_around_the_calls_of_sglangs_groups(sglang):
     registered = []
     registry = sglang.srt.plugins.hook_registry.HookRegistry
     registry.register = lambda *arguments: registered.append(arguments)
-    entry.hooks()
+    with pytest.warns(UserWarning, match="no model was ever run"):
+        entry.hooks()
     assert [item.partition("=")[0] for item in REGISTER[1:4]] == ["target", "hook", "hook_type"]
     assert len(registered) == 3
     for target, hook, kind in registered:

@@ -1,7 +1,7 @@
 """What the adapter for SGLang relies on, read from the source in SGLang's wheel, not installed.
 
 pip download --no-deps sglang==0.5.23
-python record_sglang.py sglang-0.5.23-*.whl ../../drumline/engines/sglang_signatures.json
+python record_sglang.py sglang-0.5.23-*.whl drumline_sglang/sglang_signatures.json
 """
 
 import ast

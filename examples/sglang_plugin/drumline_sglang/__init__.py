@@ -9,12 +9,15 @@ what they raise.
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import launcher
 
 ENGINE = "sglang"
-PLATFORM = "drumline.engines.sglang_platform.SglangPlatform"
+PLATFORM = "drumline_sglang.platform.SglangPlatform"
+FOLDER = Path(__file__).parent
 GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 
 
@@ -34,6 +37,11 @@ def platform() -> str | None:
 def hooks() -> None:
     """Register what replaces SGLang's own functions, if it was asked for."""
     if is_on():
+        warnings.warn(
+            "DRUMLINE_SGLANG=1: no model was ever run with this plugin; compare its tokens with "
+            "those of SGLang alone before you rely on it.",
+            stacklevel=2,
+        )
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         for hook in (all_reduce, all_gather, reduce_scatter_along_dim):

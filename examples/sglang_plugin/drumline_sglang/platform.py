@@ -9,8 +9,8 @@ from sglang.srt.platforms.cpu import CpuSRTPlatform
 import launcher
 from communicator import Unsupported
 from drumline.engines import check_signatures
-from drumline.engines.sglang import ENGINE, GROUP
 from drumline.torch_autoload import NAME, register
+from drumline_sglang import ENGINE, FOLDER, GROUP
 
 launcher.engine_request(ENGINE)  # raises for a request that says neither yes nor no
 check_signatures(
@@ -19,6 +19,7 @@ check_signatures(
     "sglang.srt.platforms",
     "sglang.srt.platforms.cpu.CpuDeviceMixin",
     "sglang.srt.plugins.hook_registry.HookRegistry",
+    folder=FOLDER,
 )
 if not platforms._is_cpu_available():
     raise Unsupported(
@@ -33,5 +34,5 @@ class SglangPlatform(CpuSRTPlatform):  # type: ignore[misc]  # SGLang has no typ
 
     def get_torch_distributed_backend_str(self) -> str:
         """Ours, if SGLang's groups are those that the hooks are for: only now are they imported."""
-        check_signatures(ENGINE, sglang.version.__version__, GROUP)
+        check_signatures(ENGINE, sglang.version.__version__, GROUP, folder=FOLDER)
         return NAME
