@@ -61,10 +61,10 @@ def sglang(monkeypatch):
         parent, _, last = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], last, module)
-    monkeypatch.delitem(sys.modules, "drumline_sglang.platform", raising=False)
+    monkeypatch.delitem(sys.modules, "drumline_sglang.cpu_platform", raising=False)
     monkeypatch.setenv("DRUMLINE_SGLANG", "1")
     yield sys.modules["sglang"]
-    sys.modules.pop("drumline_sglang.platform", None)
+    sys.modules.pop("drumline_sglang.cpu_platform", None)
 
 
 def imported_platform():
@@ -109,7 +109,7 @@ def test_a_sglang_with_another_signature_is_refused_by_its_name(sglang, owner, f
     """A release was refused by its number; now any is accepted that the record matches."""
     sglang.version.__version__ = "0.7.0"
     imported_platform()().get_torch_distributed_backend_str()
-    sys.modules.pop("drumline_sglang.platform")
+    sys.modules.pop("drumline_sglang.cpu_platform")
     setattr(pkgutil.resolve_name(owner), function, refusing(["self", "more"]))
     with pytest.raises(Unsupported, match=rf"sglang 0.7.0: {owner}.{function} .*self, more.*unset"):
         imported_platform()().get_torch_distributed_backend_str()

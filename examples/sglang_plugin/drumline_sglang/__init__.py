@@ -16,7 +16,7 @@ from typing import Any
 import launcher
 
 ENGINE = "sglang"
-PLATFORM = "drumline_sglang.platform.SglangPlatform"
+PLATFORM = "drumline_sglang.cpu_platform.SglangPlatform"
 FOLDER = Path(__file__).parent
 GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 
