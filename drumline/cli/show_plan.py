@@ -16,6 +16,7 @@ from drumline.planner.cost_model import PassShape, estimate, ring_passes, unifor
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import nbytes
 from drumline.planner.plan import plan
+from drumline.planner.token_memory import token_memory, with_tokens
 from drumline.strategies.opening import checkpoint_dtype, describe_checkpoint
 from drumline.strategies.plan_inputs import model_on_meta
 
@@ -43,7 +44,8 @@ def show_plan(
     config, kind = describe_checkpoint(model_path, request)
     torch_dtype = checkpoint_dtype(dtype, config)
     model, weights = model_on_meta(kind, config, torch_dtype, request)
-    profile = model_profile.with_tokens(weights, config, torch_dtype, batch, length)
+    for_tokens = token_memory(kind, config, torch_dtype, weights, batch, length)
+    profile = with_tokens(weights, for_tokens)
     free_nbytes = {(rank, "cpu"): nbytes(size) for rank, size in enumerate(memory)}
     speeds = uniform_speeds(free_nbytes, nbytes=nbytes(bandwidth), hop_s=hop_us * 1e-6)
     shape = PassShape(batch, model_profile.hidden_width(config), torch_dtype.itemsize)
@@ -61,6 +63,8 @@ def show_plan(
         f"{shape.ring_passes * len(memory)} hops a token; at most {rate:.1f} tokens/s at "
         f"{bandwidth}/s and {hop_us:g} us a hop"
     )
+    if for_tokens.error:
+        text += f"\n{for_tokens.warning(kind)}"
     print(text)
     if html is not None:
         plan_pictures.write_html(planned, text, html)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -92,6 +93,11 @@ def counts_tokens(layer: Any) -> bool:
 def is_window(layer: Any) -> bool:
     """True if it keeps the last tokens only."""
     return bool(getattr(layer, "is_sliding", False))
+
+
+def window_tokens(layer: Any) -> float:
+    """The tokens that it keeps at most; infinity if it keeps them all."""
+    return float(getattr(layer, "sliding_window", math.inf)) if is_window(layer) else math.inf
 
 
 def records_past(layer: Any) -> bool:

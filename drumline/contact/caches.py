@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias, TypeGuard
 
+import torch
+
 from drumline.contact import cache_layers
 from drumline.contact import transformers_api as api
 from drumline.contact.class_names import class_named, full_name
@@ -61,6 +63,22 @@ def iter_caches(value: Any) -> Iterator[Cache]:
     elif isinstance(value, (tuple, list, dict)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from iter_caches(item)
+
+
+def held_tensors(state: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what a model keeps between passes: a cache, or an object, list or dict of
+    tensors in place of one."""
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, dict):
+        yield from held_tensors(list(state.values()))
+    elif isinstance(state, (tuple, list)):
+        for item in state:
+            yield from held_tensors(item)
+    elif is_of_transformers(type(state).__module__) and not isinstance(
+        state, (api.PreTrainedConfig, torch.nn.Module)
+    ):
+        yield from held_tensors(list(vars(state).values()))
 
 
 def make_pair(own: Cache, cross: Cache) -> Cache:

@@ -5,6 +5,7 @@ An argument that is not listed may couple the rows of a batch, so such a batch i
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -64,6 +65,23 @@ def unread_inputs(inputs: Mapping[str, Any], batch: int) -> list[str]:
         for name in undivided_inputs(inputs, batch)
         if name not in BY_ROW and name not in SAME_FOR_ALL
     ]
+
+
+def text_inputs(model: Any, batch: int, length: int) -> dict[str, Any]:
+    """Arguments of a pass as generate() makes for a prompt, on meta: what a model has for text."""
+    ids = torch.empty(batch, length, dtype=torch.long, device="meta")
+    inputs: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
+    if model.main_input_name == "input_ids":
+        inputs["input_ids"] = ids
+    else:  # sounds and images: what the encoder makes of them stands for itself
+        width = model.config.get_text_config(decoder=True).hidden_size
+        inputs["encoder_outputs"] = (torch.empty(batch, length, width, device="meta"),)
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+    names = {each.name for each in parameters}
+    return {name: value for name, value in inputs.items() if takes_all or name in names}
 
 
 def is_output(value: Any) -> bool:

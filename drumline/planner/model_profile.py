@@ -252,30 +252,9 @@ def _tied_names(model: nn.Module) -> Iterator[tuple[str, str]]:
             yield name, first[id(tensor)]
 
 
-def cache_nbytes(config: Any, dtype: torch.dtype, batch: int, length: int) -> int:
-    """The most bytes of keys and values of one layer, for `batch` times `length` tokens."""
-    text = config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(2 * batch * length * heads * width * dtype.itemsize)
-
-
 def hidden_width(config: Any) -> int:
     """The elements of a token's hidden state."""
     return int(getattr(config.get_text_config(decoder=True), "hidden_size", 0))
-
-
-def estimate_workspace_nbytes(config: Any, dtype: torch.dtype, batch: int, length: int) -> int:
-    """The most bytes of a layer while it runs over `batch` times `length` tokens at once.
-
-    The hidden state, its residual, queries, keys, values and their product, and the wide
-    inner states of the feed-forward block; the scores of attention are not kept by the kernels.
-    """
-    text = config.get_text_config(decoder=True)
-    width = hidden_width(config)
-    inner = getattr(text, "intermediate_size", None) or 4 * width
-    inner = max(inner) if isinstance(inner, (list, tuple)) else inner
-    return int(batch * length * (6 * width + 3 * inner) * dtype.itemsize)
 
 
 def decode_profile(model: Any, parts: ModelProfile) -> ModelProfile:
@@ -287,19 +266,3 @@ def decode_profile(model: Any, parts: ModelProfile) -> ModelProfile:
     layers = tuple(part for part in parts.layers if part.name in names)
     others = tuple(part for part in parts.others if part.name in names)
     return dataclasses.replace(parts, layers=layers, others=others)
-
-
-def with_cache(model: ModelProfile, nbytes: int, workspace_nbytes: int = 0) -> ModelProfile:
-    """The profile with so many bytes of cache for each layer, and of workspace for each place."""
-    layers = tuple(dataclasses.replace(part, nbytes=part.nbytes + nbytes) for part in model.layers)
-    return dataclasses.replace(model, layers=layers, workspace_nbytes=workspace_nbytes)
-
-
-def with_tokens(
-    model: ModelProfile, config: Any, dtype: torch.dtype, batch: int, length: int
-) -> ModelProfile:
-    """The profile with the cache and the workspace of `batch` times `length` tokens."""
-    if not length:
-        return model
-    sizes = (config, dtype, batch, length)
-    return with_cache(model, cache_nbytes(*sizes), estimate_workspace_nbytes(*sizes))

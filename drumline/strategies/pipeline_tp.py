@@ -30,8 +30,9 @@ from drumline.pipeline.driver import PipelineDriver
 from drumline.pipeline.master_model import distribute
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import Memory, cluster_memory, limit_memory
-from drumline.planner.model_profile import cache_nbytes, part_of_tensor, profile_model, with_cache
+from drumline.planner.model_profile import part_of_tensor, profile_model
 from drumline.planner.plan import plan
+from drumline.planner.token_memory import memory_of_model, shared_token_memory, with_tokens
 from drumline.stages.ring import Ring
 from drumline.stages.stage_weights import LoadedStage
 from drumline.stages.tp_stage import StageGroup, TpDriverRing, TpFollowerRing, TpLeaderRing, TpStage
@@ -136,8 +137,9 @@ def _plan(coor: Coordinator, mesh: Mesh, sharded: ShardedModel, options: LoadOpt
     sharded.shrink(mesh, 0)
     parts, model = profile_model(sharded.model), sharded.model
     if options.length:
-        needs = cache_nbytes(model.config, model.dtype, options.batch, options.length)
-        parts = with_cache(parts, -(-needs // mesh.axis_size("tp")))
+        sizes = (options.batch, options.length)
+        measured = functools.partial(memory_of_model, model, parts, *sizes)
+        parts = with_tokens(parts, shared_token_memory(coor, type(model), measured))
     free_nbytes = _free_nbytes_by_stage(coor, mesh, sharded.device, options.max_memory)
     device_map: DeviceMap = run_on_all_ranks(coor, lambda: plan(parts, free_nbytes, mode))
     check_same_on_all_ranks(coor, {"plan": device_map.to_json(), **model_facts(model, model.dtype)})

@@ -6,6 +6,7 @@ device_map = inputs.plan("auto")
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from coordinator import Coordinator
 from drumline.checkpoint.json_files import gguf_path
 from drumline.checkpoint.source import Checkpoint
+from drumline.contact.loading.configs import without_quantization
 from drumline.core.consistency import run_on_all_ranks
 from drumline.core.device_map import DeviceMap, ModelProfile, Place
 from drumline.errors import CheckpointError
@@ -24,6 +26,7 @@ from drumline.planner.cost_model import DeviceSpeeds, PassShape
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import cluster_memory, limit_memory
 from drumline.planner.plan import plan
+from drumline.planner.token_memory import shared_token_memory, token_memory, with_tokens
 from drumline.strategies.opening import open_checkpoint, weight_format
 
 BITS_OF_A_BYTE = 8
@@ -56,8 +59,9 @@ def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOption
         files = run_on_all_ranks(coor, lambda: read_weights(checkpoint.files, model, dtype))
         checkpoint = replace(checkpoint, files=files)
     _check_is_stored(checkpoint, model)
-    config = checkpoint.config
-    parts = model_profile.with_tokens(parts, config, dtype, options.batch, options.length)
+    config, sizes = checkpoint.config, (options.batch, options.length)
+    measure = functools.partial(token_memory, checkpoint.kind, config, dtype, parts, *sizes)
+    parts = with_tokens(parts, shared_token_memory(coor, checkpoint.kind, measure))
     step = PassShape(options.batch, model_profile.hidden_width(config), dtype.itemsize)
     free_nbytes = limit_memory(cluster_memory(coor), options.max_memory)
     return PlanInputs(checkpoint, parts, free_nbytes, step)
@@ -81,7 +85,7 @@ def model_on_meta(
 ) -> tuple[Any, ModelProfile]:
     """The model on meta, and its profile with the sizes that its weights have in memory."""
     if options.dequantize:
-        config = weight_format("dequantized").without_quantization(config)
+        config = without_quantization(config)
     quantization = options.rest.get("quantization_config")
     model, tensor_nbytes = model_profile.build_as_kept(kind, config, dtype, quantization)
     return model, model_profile.profile_model(model, tensor_nbytes=tensor_nbytes)

@@ -8,7 +8,6 @@ Formats by quant_method: "fp8" (scales of blocks), "mxfp4" (OCP Microscaling For
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from communicator import dtype_info
 from drumline.checkpoint.headers.file_bounds import QUANTIZATION, FieldError
 from drumline.checkpoint.safetensors_index import ComputedTensor, Index, StoredTensor, TensorReader
 from drumline.checkpoint.source import CheckpointFiles
+from drumline.contact.loading.configs import without_quantization
 from drumline.core.shards import Region
 from drumline.errors import CheckpointError
 
@@ -85,14 +85,6 @@ def read_dequantized(source: CheckpointFiles, dtype: torch.dtype) -> CheckpointF
         if key not in used and not key.endswith(OF_ACTIVATIONS)
     }
     return replace(source, index=index, config=without_quantization(source.config))
-
-
-def without_quantization(config: Any) -> Any:
-    """The config of the same model with plain weights."""
-    plain = copy.deepcopy(config)
-    if hasattr(plain, "quantization_config"):
-        del plain.quantization_config
-    return plain
 
 
 def _fields(path: Path, quantization: Any) -> dict[str, Any]:

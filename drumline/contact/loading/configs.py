@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,3 +73,11 @@ def read_tokenizer(folder: str | Path, **options: Any) -> Any:
 
 class TextPrinter(api.TextStreamer):  # type: ignore[misc]
     """Prints text as generate() makes its tokens, word by word."""
+
+
+def without_quantization(config: Any) -> Any:
+    """The config of the same model with plain weights."""
+    plain = copy.deepcopy(config)
+    if hasattr(plain, "quantization_config"):
+        del plain.quantization_config
+    return plain

@@ -1,0 +1,260 @@
+"""The memory that tokens take beside the weights, seen in passes of the model on meta.
+
+memory = token_memory(LlamaForCausalLM, config, torch.bfloat16, parts, batch=1, length=4096)
+print(memory.kept["model.layers.0"])    # bytes of the cache of one layer
+parts = with_tokens(parts, memory)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from coordinator import Coordinator
+from drumline.contact import caches
+from drumline.contact.cache_layers import window_tokens
+from drumline.contact.loading.configs import without_quantization
+from drumline.contact.passes import text_inputs
+from drumline.core.consistency import run_and_share
+from drumline.core.device_map import ModelProfile, ModulePart
+from drumline.core.meta_pass import LiveMemory, MetaPass, TooManyCalls
+from drumline.errors import CheckpointError
+from drumline.planner.model_profile import build_on_meta
+
+log = logging.getLogger("drumline")
+
+SHORT, LONGER = 8, 16
+"""Tokens of two passes, by which a model that loops over its tokens is judged."""
+
+GROWTH = 2
+"""A pass with more calls of torch than this many times those of one of SHORT tokens has a loop."""
+
+
+@dataclass(frozen=True)
+class TokenMemory:
+    """Bytes by part of a model, for a number of sequences with a number of tokens each.
+
+    kept: from pass to pass, as keys and values, latents or states. active: at most, while the part
+        runs over all of these tokens at once, with its result. error: why nothing is known.
+    """
+
+    kept: dict[str, int] = field(default_factory=dict)
+    active: dict[str, int] = field(default_factory=dict)
+    error: str = ""
+
+    def warning(self, kind: type[Any]) -> str:
+        return (
+            f"a pass of {kind.__name__} without weights failed ({self.error}), so the plan keeps "
+            "no memory for its tokens; leave room for them with max_memory."
+        )
+
+
+class _Key:
+    """A class of models and a config, equal to others that build the same model."""
+
+    def __init__(self, kind: type[Any], config: Any):
+        self.kind, self.config = kind, config
+        self.text = (kind, config.to_json_string())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+def token_memory(
+    kind: type[Any],
+    config: Any,
+    dtype: torch.dtype,
+    parts: ModelProfile,
+    batch: int,
+    length: int,
+) -> TokenMemory:
+    """The memory that `batch` times `length` tokens take in each part of a model.
+
+    A quantized model keeps what it keeps with plain weights. A model that loops over tokens runs
+    over fewer of them, and what it needs is taken to grow by as much from token to token.
+    """
+    if not length:
+        return TokenMemory()
+    key = _Key(kind, without_quantization(config))
+    return _remembered(key, dtype, _names(parts), batch, length)
+
+
+def _names(parts: ModelProfile) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of layers, and of the parts around them."""
+    return tuple(part.name for part in parts.layers), tuple(part.name for part in parts.others)
+
+
+@functools.lru_cache(maxsize=8)
+def _remembered(
+    key: _Key,
+    dtype: torch.dtype,
+    names: tuple[tuple[str, ...], tuple[str, ...]],
+    batch: int,
+    length: int,
+) -> TokenMemory:
+    try:
+        model = build_on_meta(key.kind, key.config, dtype).eval()
+    except CheckpointError as error:
+        return TokenMemory(error=str(error))
+    return _measured(model, names, batch, length)
+
+
+def shared_token_memory(
+    coor: Coordinator, kind: type[Any], measure: Callable[[], TokenMemory]
+) -> TokenMemory:
+    """The memory of tokens, which rank 0 alone measures, on every rank. Collective.
+
+    Ranks of one host would wait for each other.
+    """
+    of_ranks = run_and_share(
+        coor, lambda: measure() if coor.is_master() else TokenMemory(), dataclasses.asdict
+    )[1]
+    memory = TokenMemory(**of_ranks[0])
+    if memory.error and coor.is_master():
+        log.warning("rank 0: %s", memory.warning(kind))
+    return memory
+
+
+def memory_of_model(model: nn.Module, parts: ModelProfile, batch: int, length: int) -> TokenMemory:
+    """As token_memory, for a model that is on meta already, which may be a shard of one."""
+    return _measured(model, _names(parts), batch, length)
+
+
+def with_tokens(parts: ModelProfile, memory: TokenMemory) -> ModelProfile:
+    """The profile with what tokens take: caches, logits in the part that makes them, and for each
+    place the workspace of a layer."""
+    workspace = max((memory.active.get(part.name, 0) for part in parts.layers), default=0)
+
+    def around(part: ModulePart) -> ModulePart:
+        extra = max(0, memory.active.get(part.name, 0) - workspace)
+        kept = memory.kept.get(part.name, 0)
+        return ModulePart(part.name, part.nbytes + extra + kept, part.unread_nbytes + extra)
+
+    layers = tuple(
+        dataclasses.replace(part, nbytes=part.nbytes + memory.kept.get(part.name, 0))
+        for part in parts.layers
+    )
+    others = tuple(map(around, parts.others))
+    return dataclasses.replace(parts, layers=layers, others=others, workspace_nbytes=workspace)
+
+
+def _measured(
+    model: nn.Module, names: tuple[tuple[str, ...], tuple[str, ...]], batch: int, length: int
+) -> TokenMemory:
+    try:
+        return _run(_Passes(model, *names, batch), length)
+    except Exception as error:  # of the model's own code, which has nothing to compute with
+        return TokenMemory(error=f"{type(error).__name__}: {error!s:.300}")
+
+
+def _run(passes: _Passes, length: int) -> TokenMemory:
+    short = passes.run(SHORT)
+    try:
+        last = passes.run(length, limit=GROWTH * short.shapes.num_calls)
+        return TokenMemory(last.kept, last.active)
+    except TooManyCalls:
+        longer = passes.run(LONGER)
+    kept, active = {}, {}
+    for name in passes.names:
+        num_kept = int(min(length, longer.windows.get(name, math.inf)))
+        kept[name] = _grown(short.kept[name], longer.kept[name], num_kept)
+        active[name] = _grown(short.active[name], longer.active[name], length)
+    return TokenMemory(kept, active)
+
+
+def _grown(short: int, longer: int, num_tokens: int) -> int:
+    """The bytes of a number of tokens, from those of SHORT and of LONGER ones."""
+    return short + (longer - short) * (num_tokens - SHORT) // (LONGER - SHORT)
+
+
+class _Passes:
+    """Passes of a model, whose parts are watched."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[str], others: Sequence[str], batch: int):
+        self.model, self.batch, self.layers = model, batch, layers
+        self.names = (*layers, *others)
+        modules = dict(model.named_modules())
+        self.modules = {name: modules[name] for name in self.names if name in modules}
+        self.own_before = {name: _own_nbytes(module) for name, module in self.modules.items()}
+
+    def run(self, length: int, limit: float = math.inf) -> _WatchedPass:
+        """One pass over `length` tokens. Raises TooManyCalls after `limit` calls of torch."""
+        inputs = text_inputs(self.model, self.batch, length)
+        watch = _WatchedPass(self.names, limit)
+        with contextlib.ExitStack() as stack:
+            for name, module in self.modules.items():
+                watch.hook(name, module, stack)
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(watch.live)
+            stack.enter_context(watch.shapes)
+            output = self.model(**inputs)
+        for name, module in self.modules.items():
+            watch.kept[name] += _own_nbytes(module) - self.own_before[name]
+        states = [value for value in output.values() if not isinstance(value, torch.Tensor)]
+        rest = max(0, _nbytes(states) - sum(watch.nbytes_by_layer.values()))
+        for name in self.layers if rest else ():
+            watch.kept[name] += -(-rest // len(self.layers))
+        return watch
+
+
+class _WatchedPass:
+    """One pass, in which it is seen by how much each part lets caches grow, and what is live.
+
+    windows: the tokens that a part keeps at most, where it keeps a window of them.
+    """
+
+    def __init__(self, names: Sequence[str], limit: float):
+        self.shapes, self.live = MetaPass(limit), LiveMemory()
+        self.kept, self.active = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+        self.windows: dict[str, float] = {}
+        self.nbytes_by_layer: dict[int, int] = {}
+        self._live_before = 0
+
+    def hook(self, name: str, module: nn.Module, stack: contextlib.ExitStack) -> None:
+        def before(*_: Any) -> None:
+            live = self.live
+            self._live_before = live.peak_nbytes = live.nbytes
+
+        def after(_: Any, args: Any, options: dict[str, Any], __: Any) -> None:
+            live = self.live
+            self.active[name] = max(self.active[name], live.peak_nbytes - self._live_before)
+            for cache in caches.iter_caches([args, options]):
+                self._look(name, cache)
+
+        stack.callback(module.register_forward_pre_hook(before).remove)
+        stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+
+    def _look(self, name: str, cache: Any) -> None:
+        """Count what the part `name` has put into a cache."""
+        own = {id(tensor) for layer in cache.layers for tensor in caches.held_tensors(layer)}
+        beside = [tensor for tensor in caches.held_tensors(cache) if id(tensor) not in own]
+        for layer in (*cache.layers, beside):
+            key = id(cache) if layer is beside else id(layer)
+            more = _nbytes(layer) - self.nbytes_by_layer.get(key, 0)
+            if more:
+                self.nbytes_by_layer[key] = self.nbytes_by_layer.get(key, 0) + more
+                self.kept[name] += more
+                self.windows[name] = max(self.windows.get(name, 0), window_tokens(layer))
+
+
+def _nbytes(state: Any) -> int:
+    tensors = {id(tensor): tensor for tensor in caches.held_tensors(state)}
+    return sum(tensor.nbytes for tensor in tensors.values() if tensor.dim())
+
+
+def _own_nbytes(module: nn.Module) -> int:
+    """The bytes of tensors that modules keep as attributes, as some do with states."""
+    values = [value for each in module.modules() for value in vars(each).values()]
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
