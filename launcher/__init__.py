@@ -25,7 +25,7 @@ from launcher.registry import register
 from launcher.runtime.outliving import outlive_failures
 from launcher.system import gpus, host_addresses, link_state, linux
 from launcher.system.engine_request import EngineRequest, engine_request
-from launcher.system.free_memory import free_memory_nbytes
+from launcher.system.free_memory import free_memory_by_limit, free_memory_nbytes
 from launcher.timings import ConnectionTimings, time_scale
 from launcher.trace.live_calls import LiveCalls
 from launcher.trace.recorder import Recorder, recorder
@@ -99,6 +99,7 @@ __all__ = [
     "describe_encryption",
     "encryption_problem",
     "engine_request",
+    "free_memory_by_limit",
     "free_memory_nbytes",
     "gpus",
     "host_addresses",

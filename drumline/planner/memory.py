@@ -14,30 +14,55 @@ import torch
 
 from drumline.core.device_map import Place, sort_places
 from drumline.errors import PlanError
-from launcher import free_memory_nbytes
+from launcher import free_memory_by_limit
 
 Memory = Mapping[Any, Any] | Sequence[Any]
 """Sizes by place, by rank, by device of the master, or as a list by rank."""
 
-CPU_SHARE = 0.9
-"""The part of the free memory that weights and cache may take; the rest is for activations."""
+CPU_RESERVE_NBYTES = 96 << 20
+"""What a rank's process takes beside weights, cache and activations: buffers of messages, threads,
+code that is loaded late."""
 
 
 def cluster_memory(coor: Any) -> dict[Place, int]:
     """Bytes free on every place of the cluster, accelerators before the CPU. Collective.
 
-    The ranks of a node share its CPU memory equally. An accelerator belongs to one of the ranks
-    that see it, so that it is counted once however many see it, see `assign_accelerators`.
+    Ranks share the CPU memory of their machine equally, and what their cgroup leaves of it; see
+    `share`. An accelerator belongs to one of the ranks that see it, so that it is counted once
+    however many see it, see `assign_accelerators`.
     """
     reports = coor.allgather_object(_report(coor))
-    nodes = [report["node"] for report in reports]
+    cpus = share([report["limits"] for report in reports])
     owned = assign_accelerators(reports)
     free_nbytes: dict[Place, int] = {}
     for rank, report in enumerate(reports):
         for device in owned[rank]:
             free_nbytes[(rank, device)] = report["accelerators"][device]["free"]
-        free_nbytes[(rank, "cpu")] = int(report["cpu"] * CPU_SHARE) // nodes.count(report["node"])
+        free_nbytes[(rank, "cpu")] = max(0, cpus[rank] - CPU_RESERVE_NBYTES)
     return sort_places(free_nbytes)
+
+
+def share(limits: Sequence[Mapping[str, int]]) -> list[int]:
+    """By rank, the bytes that it may take at the same time as all others.
+
+    limits: by rank, what each limit above it leaves, by name; the same name is the same memory.
+    All get as much as the tightest limit allows, then those that are not under it more, and so on.
+    """
+    rest: dict[str, int] = {}
+    for own in limits:
+        for name, nbytes in own.items():
+            rest[name] = min(nbytes, rest.get(name, nbytes))
+    shares = [0] * len(limits)
+    growing = {rank for rank, own in enumerate(limits) if own}
+    while growing:
+        ranks = {name: [r for r in growing if name in limits[r]] for name in rest}
+        step, tightest = min((rest[name] // len(r), name) for name, r in ranks.items() if r)
+        for rank in growing:
+            shares[rank] += step
+        for name, under in ranks.items():
+            rest[name] -= step * len(under)
+        growing -= set(ranks[tightest])
+    return shares
 
 
 def assign_accelerators(reports: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -100,10 +125,11 @@ def nbytes(size: int | str) -> int:
 
 
 def _report(coor: Any) -> dict[str, Any]:
+    node = coor.peers[coor.rank].boot_id
     return {
-        "node": coor.peers[coor.rank].boot_id,
+        "node": node,
         "local_rank": coor.local_rank,
-        "cpu": free_memory_nbytes(),
+        "limits": {f"{node} {name}": free for name, free in free_memory_by_limit().items()},
         "accelerators": accelerators(),
     }
 

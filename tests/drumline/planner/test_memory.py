@@ -10,22 +10,25 @@ import drumline
 from coordinator import Coordinator
 from drumline.planner import memory
 
+RESERVE = memory.CPU_RESERVE_NBYTES
+FREE = 6 * RESERVE
+
 
 @pytest.mark.parametrize("nprocs", [1, 3])
 def test_ranks_of_one_node_share_its_memory(ranks, monkeypatch, nprocs):
-    monkeypatch.setattr(memory, "free_memory_nbytes", lambda: 1000)
+    monkeypatch.setattr(memory, "free_memory_by_limit", lambda: {"machine": FREE})
 
     def rank(info):
         with Coordinator(info) as coor:
             return drumline.get_max_memory(coor)
 
-    expected = {(rank, "cpu"): 900 // nprocs for rank in range(nprocs)}
+    expected = {(rank, "cpu"): FREE // nprocs - RESERVE for rank in range(nprocs)}
     assert ranks(rank, nprocs) == [expected] * nprocs
 
 
 def report(local_rank, *ids, node="a"):
     seen = {f"cuda:{n}": {"id": name, "free": 100 + n} for n, name in enumerate(ids)}
-    return {"node": node, "local_rank": local_rank, "accelerators": seen, "cpu": 1000}
+    return {"node": node, "local_rank": local_rank, "accelerators": seen, "limits": {}}
 
 
 @st.composite
@@ -73,7 +76,7 @@ def test_accelerators_beyond_the_ranks_go_to_ranks_too():
 
 
 def test_accelerators_come_before_the_cpu_of_their_rank(ranks, monkeypatch):
-    monkeypatch.setattr(memory, "free_memory_nbytes", lambda: 1000)
+    monkeypatch.setattr(memory, "free_memory_by_limit", lambda: {"machine": FREE})
     seen = {"cuda:0": {"id": "x", "free": 70}, "cuda:1": {"id": "y", "free": 80}}
     monkeypatch.setattr(memory, "accelerators", lambda: seen)
 
@@ -83,7 +86,32 @@ def test_accelerators_come_before_the_cpu_of_their_rank(ranks, monkeypatch):
 
     assert ranks(rank, 2)[0] == [
         ((0, "cuda:0"), 70),
-        ((0, "cpu"), 450),
+        ((0, "cpu"), FREE // 2 - RESERVE),
         ((1, "cuda:1"), 80),
-        ((1, "cpu"), 450),
+        ((1, "cpu"), FREE // 2 - RESERVE),
     ]
+
+
+def test_containers_of_one_kernel_have_limits_of_their_own():
+    """Three containers of 2.6 GB each got a third of one limit each, and a model that fits was
+    refused."""
+    limits = [{"host": 20_000, f"cgroup {rank}": 2_600} for rank in range(3)]
+    assert memory.share(limits) == [2_600] * 3
+    assert memory.share([*limits, {"host": 20_000}]) == [2_600] * 3 + [20_000 - 3 * 2_600]
+    assert memory.share([{"host": 20_000, "cgroup a": 2_600}] * 2) == [1_300] * 2
+
+
+@given(
+    st.lists(st.dictionaries(st.sampled_from("abcd"), st.integers(0, 1000), min_size=1), min_size=1)
+)
+def test_no_limit_is_exceeded_by_the_ranks_under_it_and_none_can_have_more(limits):
+    shares = memory.share(limits)
+    rest = {}
+    for own in limits:
+        for name, size in own.items():
+            rest[name] = min(size, rest.get(name, size))
+    for rank, own in enumerate(limits):
+        for name in own:
+            rest[name] -= shares[rank]
+    assert all(size >= 0 for size in rest.values())
+    assert all(min(rest[name] for name in own) < len(limits) for own in limits)

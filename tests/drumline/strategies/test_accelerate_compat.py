@@ -84,7 +84,8 @@ def test_sizes_are_read_as_accelerate_reads_them(given):
 
 
 def test_a_coordinator_is_asked_for_the_room_of_all_ranks(ranks, monkeypatch):
-    monkeypatch.setattr(memory, "free_memory_nbytes", lambda: 4000)
+    free_nbytes = 4 * (900 + memory.CPU_RESERVE_NBYTES)
+    monkeypatch.setattr(memory, "free_memory_by_limit", lambda: {"machine": free_nbytes})
 
     def rank(info):
         with Coordinator(info) as coor:
