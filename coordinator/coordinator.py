@@ -151,7 +151,9 @@ class Coordinator(Collectives):
         """Set what is known before the other ranks are."""
         self.timeout_s = self._checked(timeout_s)
         self._session: Session | None = None
-        self._timings, self._transport, self.encrypts = timings, transport, encrypts
+        self.patience_s = launcher.patience_s()
+        self._timings = timings.with_patience(self.patience_s)
+        self._transport, self.encrypts = transport, encrypts
         self._is_over_store = False
         self._ancestors: tuple[weakref.WeakSet[Coordinator], ...] = ()  # their _subgroups
         if self._transport not in ("", "gloo"):

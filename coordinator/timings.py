@@ -112,6 +112,15 @@ class CoordinatorTimings(ConnectionTimings):
             self, **{name: max(1.0, n / most) * getattr(self, name) for name, n in factors.items()}
         )
 
+    def with_patience(self, patience_s: float) -> CoordinatorTimings:
+        """With limits of at least so long for what is silent, and lives on perhaps."""
+        return replace(
+            self,
+            suspended_s=max(self.suspended_s, patience_s),
+            silent_s=max(self.silent_s, patience_s),
+            master_silent_s=max(self.master_silent_s, patience_s + self.heartbeat_s),
+        )
+
     def scaled(self, factor: float) -> CoordinatorTimings:
         """All of them multiplied."""
         return CoordinatorTimings(*(factor * getattr(self, field.name) for field in fields(self)))

@@ -26,7 +26,7 @@ from launcher.runtime.outliving import outlive_failures
 from launcher.system import gpus, host_addresses, link_state, linux
 from launcher.system.engine_request import EngineRequest, engine_request
 from launcher.system.free_memory import free_memory_by_limit, free_memory_nbytes
-from launcher.timings import ConnectionTimings, time_scale
+from launcher.timings import ConnectionTimings, patience_s, time_scale
 from launcher.trace.live_calls import LiveCalls
 from launcher.trace.recorder import Recorder, recorder
 
@@ -111,6 +111,7 @@ __all__ = [
     "merge_traces",
     "noop",
     "outlive_failures",
+    "patience_s",
     "purpose_of",
     "recorder",
     "register",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, fields, replace
 
-from launcher.launch_info import TIME_SCALE
+from launcher.launch_info import PATIENCE, TIME_SCALE
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,20 @@ def time_scale() -> float:
     except ValueError:
         pass
     raise ValueError(f"{TIME_SCALE}={text} is no factor: set a number from above 0 to 1")
+
+
+def patience_s() -> float:
+    """The seconds for which silence of a rank or of its host is borne: DRUMLINE_PATIENCE, or 0.
+
+    0 leaves the limits as they are. Raises ValueError for what is not a number of seconds.
+    """
+    text = os.environ.get(PATIENCE, "0")
+    try:
+        if 0 <= float(text) < math.inf:
+            return float(text)
+    except ValueError:
+        pass
+    raise ValueError(f"{PATIENCE}={text} is not a number of seconds: set one from 0 on")
 
 
 TIMINGS = Timings().scaled(time_scale())

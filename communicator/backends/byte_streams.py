@@ -6,13 +6,14 @@ Libraries that offer the stream entries of communicator.h have them, and TCP con
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import select
 import socket
 from typing import TYPE_CHECKING, TypeAlias
 
 from communicator.errors import PeerLost
-from coordinator import EncryptedSocket
+from coordinator import Coordinator, EncryptedSocket
 
 if TYPE_CHECKING:
     from communicator._native import Comm
@@ -33,14 +34,23 @@ USER_TIMEOUT_MS = 5000
 UNSENT_NBYTES = 1 << 17
 
 
-def configure(connection: socket.socket) -> None:
-    """Let the connection not block, not hold small messages back, and notice that a host died."""
+def silent_s(coor: Coordinator) -> float:
+    """For how long a peer's host may be silent before the peer counts as lost."""
+    return max(USER_TIMEOUT_MS / 1e3, coor.patience_s)
+
+
+def configure(connection: socket.socket, silent_s: float) -> None:
+    """Let the connection not block, not hold small messages back, and notice that a host died.
+
+    silent_s: for how long that host may not answer.
+    """
     connection.setblocking(False)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * silent_s))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_NBYTES)
-    for option, value in KEEP_ALIVE.items():
+    probes = {"TCP_KEEPCNT": math.ceil(silent_s) - KEEP_ALIVE["TCP_KEEPIDLE"]}
+    for option, value in {**KEEP_ALIVE, **probes}.items():
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
@@ -51,7 +61,7 @@ class TcpStreams:
     the first, while armed, and the event for stream_sleep.
     """
 
-    def __init__(self, connections: dict[int, socket.socket]) -> None:
+    def __init__(self, connections: dict[int, socket.socket], silent_s: float) -> None:
         self._connections = connections
         self._peers = {link.fileno(): peer for peer, link in connections.items()}
         self._encrypted = {
@@ -62,7 +72,7 @@ class TcpStreams:
         self._ready, self._service = select.epoll(), select.epoll()
         self._wake, self._wake_service = os.eventfd(0, os.EFD_NONBLOCK), os.eventfd(0)
         for link in connections.values():
-            configure(link)
+            configure(link, silent_s)
         self._ready.register(self._wake, select.EPOLLIN)
         self._service.register(self._wake_service, select.EPOLLIN)
         self._service.register(self._ready, 0)

@@ -15,7 +15,7 @@ import torch
 from communicator import timings
 from communicator.backend import Backend, Capabilities
 from communicator.backends._tcp import ConnectionEnded, Engine
-from communicator.backends.byte_streams import USER_TIMEOUT_MS, configure
+from communicator.backends.byte_streams import configure, silent_s
 from communicator.calls import call_check
 from communicator.calls.async_work import AsyncWork, WorkQueue
 from communicator.calls.checked_calls import CheckedCalls
@@ -43,7 +43,6 @@ KINDS = {"send": SEND, "recv": RECV}
 END_NOTICE, CLOSE_NOTICE = 2**64 - 1, 2**64 - 2
 DIRECTION = {"send": "send to", "recv": "recv from"}
 
-SILENT_S = USER_TIMEOUT_MS / 1e3  # of a peer's host, before the peer counts as lost
 CHECK_LINK = "Check the link between the hosts, and start all ranks again."
 
 
@@ -127,10 +126,11 @@ class Tcp(ScheduledCollectives, Backend):
         self.ended_by: DrumlineError | None = None  # of all later calls
         self.collective = ""  # the call in progress, which its messages name
         self._queue = WorkQueue()
+        self._silent_s = silent_s(self.coor)
         links = self.coor.connections(timeout_s=self.timeout_s)
         self._remotes = {rank: link_state.remote_host(link) for rank, link in links.items()}
         for link in links.values():
-            configure(link)
+            configure(link, self._silent_s)
             # Or the kernel ends it where a peer is late to receive; _check_wait looks instead.
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
         keys = {
@@ -356,7 +356,7 @@ class Tcp(ScheduledCollectives, Backend):
             reason = LEFT if failures else None
             raise ConnectionLost(peers[0], str(error), reason, failures) from error
         for peer in peers:
-            if waited_s > SILENT_S:
+            if waited_s > self._silent_s:
                 self._check_network(peer)
             if self.coor.peers[peer].is_known_dead():
                 raise ConnectionLost(peer, "it died")
@@ -365,7 +365,7 @@ class Tcp(ScheduledCollectives, Backend):
         """Raise ConnectionLost if its host is silent; look twice: a probe may be on its way."""
         failure = ""
         for pause_s in (timings.TIMINGS.liveness_poll_s, 0.0):
-            failure = self._network_failure(peer, SILENT_S)
+            failure = self._network_failure(peer, self._silent_s)
             if not failure:
                 return
             time.sleep(pause_s)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from communicator.backend import Backend
-from communicator.backends.byte_streams import TcpStreams
+from communicator.backends.byte_streams import TcpStreams, silent_s
 from communicator.calls.async_work import AsyncWork
 from communicator.torch_interop.deferred_p2p import DeferredMessages, Messenger
 from communicator.torch_interop.p2p_engine import P2PEngine
@@ -27,7 +27,7 @@ class HostMessages:
         self._connections: TcpStreams | None = None
         if streams is None:
             links = backend.coor.connections(timeout_s=backend.timeout_s)
-            streams = self._connections = TcpStreams(links)
+            streams = self._connections = TcpStreams(links, silent_s(backend.coor))
         self._group = P2PEngine(backend.coor, streams).all_ranks
         self._group.timeout_s = backend.timeout_s
 

@@ -40,6 +40,7 @@ from communicator.backends.byte_streams import (
     WRITABLE,
     ByteStreams,
     TcpStreams,
+    silent_s,
 )
 from communicator.calls import call_check
 from communicator.calls.async_work import NO_TIMEOUT, AsyncWork
@@ -679,7 +680,9 @@ def open_p2p(members: GroupRanks, backend: Backend | None) -> P2PGroup | None:
     """
     if members.world_size == 1:
         return None
-    streams = (backend and backend.streams) or TcpStreams(members.coordinator().connections())
+    coor = members.coordinator()
+    own = backend and backend.streams
+    streams = own or TcpStreams(coor.connections(), silent_s(coor))
     return P2PEngine(members, streams).all_ranks
 
 

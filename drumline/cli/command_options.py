@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 import launcher
-from launcher.cli import TOKEN_OPTIONS, with_token
+from launcher.cli import PATIENCE_OPTION, TOKEN_OPTIONS, set_patience, with_token
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
 """Names and settings of an argument of argparse."""
@@ -97,6 +97,7 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _generate(options: argparse.Namespace) -> None:
+    set_patience(options.patience)
     memory = _check_model(options)
     prompt = options.prompt
     if prompt == "-" and launcher.current().rank == 0:  # the prompt of other ranks is not read
@@ -114,6 +115,7 @@ def _bench(options: argparse.Namespace) -> None:
 
 
 def _serve(options: argparse.Namespace) -> None:
+    set_patience(options.patience)
     memory = _check_model(options)
     endpoint = (options.host, options.port, options.api_key_file)
     limits = (options.max_length, options.max_running, options.max_waiting)
@@ -341,6 +343,7 @@ _PLAN_OPTIONS = (
     ),
     _option("--png", "draw the map as a PNG or SVG; default: none", type=Path, metavar="FILE"),
 )
+_PATIENCE: Option = (("--patience",), PATIENCE_OPTION)
 _GENERATE_OPTIONS = (
     *_MODEL_OPTIONS,
     _option(
@@ -351,6 +354,7 @@ _GENERATE_OPTIONS = (
     ),
     _count("--max-new-tokens", "tokens to generate at most", 64),
     _option("--seed", "sample with this seed; default: greedy", type=_SEED, metavar="N"),
+    _PATIENCE,
 )
 _BENCH_OPTIONS = (
     *_MODEL_OPTIONS,
@@ -415,6 +419,7 @@ _SERVE_OPTIONS = (
     _count("--restarts", "times that ranks are started again after one died", 0, low=0),
     _count("--max-running", "sequences generated at the same time", 16),
     _count("--max-waiting", "sequences that may wait for their turn", 64),
+    _PATIENCE,
 )
 _TOP_OPTIONS = (
     _option(

@@ -29,6 +29,7 @@ from launcher.cli.command_parser import (
     completing_command,
 )
 from launcher.cli.run_options import (
+    PATIENCE_OPTION,
     TOKEN_OPTIONS,
     endpoint_of,
     token_to_join,
@@ -38,9 +39,11 @@ from launcher.errors import LaunchError, LaunchInterrupted
 from launcher.job import LOOPBACK, Job, Target, new_launch_id
 from launcher.runtime import rank_process
 from launcher.runtime.log_setup import configure as configure_logging
+from launcher.runtime.rank_environment import set_patience
 from launcher.system import gpus, linux
 
 __all__ = [
+    "PATIENCE_OPTION",
     "TOKEN_OPTIONS",
     "USAGE_CODE",
     "CommandParser",
@@ -53,6 +56,7 @@ __all__ = [
     "parse",
     "parser",
     "run_command",
+    "set_patience",
     "token_to_join",
     "with_token",
 ]
@@ -125,6 +129,7 @@ def run_command(options: argparse.Namespace, prog: str = PROG) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    set_patience(options.patience)
     job = _job(options)
     if options.module:
         target.import_from_working_directory()

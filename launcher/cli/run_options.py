@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from launcher import ports, registry
 from launcher.authentication import launch_token
@@ -72,6 +74,7 @@ def add_options(run: argparse.ArgumentParser) -> None:
         metavar="N",
         help="start all ranks again after a failure, so many times; default: %(default)s",
     )
+    run.add_argument("--patience", **PATIENCE_OPTION)
     bind_help = "pin each rank to its own cores; OMP_NUM_THREADS is their number in local launches"
     run.add_argument("--bind", action="store_true", help=bind_help)
     encrypt_help = "encrypt what passes between ranks, but in shared memory; NCCL, gloo, MPI cannot"
@@ -127,6 +130,24 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of restarts")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds
+
+
+PATIENCE_OPTION: dict[str, Any] = {
+    "type": _seconds,
+    "metavar": "SECONDS",
+    "help": "for how long a silent rank or host, such as a suspended laptop, is borne; the same on "
+    "every node; default: the variable DRUMLINE_PATIENCE, or 1.25 to 5 by what is silent",
+}
 
 
 def endpoint_of(text: str) -> tuple[str, int]:

@@ -6,7 +6,7 @@ import logging
 import os
 
 from launcher.job import Job
-from launcher.launch_info import ENCRYPT_VARIABLE, ENV_PREFIX, LaunchInfo
+from launcher.launch_info import ENCRYPT_VARIABLE, ENV_PREFIX, PATIENCE, LaunchInfo
 from launcher.system import linux
 from launcher.system.nesting import TORCH_RUN_ID
 
@@ -37,6 +37,12 @@ def set_variables(info: LaunchInfo, torch_port: int, restart_count: int = 0) -> 
         os.environ[ENCRYPT_VARIABLE] = "1"
     os.environ.update(torchrun_variables(info, torch_port, restart_count))
     set_default_device()
+
+
+def set_patience(patience_s: float | None) -> None:
+    """Let this process and those that it starts bear silence for so long; see `patience_s`."""
+    if patience_s is not None:
+        os.environ[PATIENCE] = str(patience_s)
 
 
 def job_variables(job: Job) -> dict[str, str]:

@@ -8,7 +8,7 @@ import pytest
 from communicator.timings import CommunicatorTimings
 from coordinator.timings import CoordinatorTimings
 from drumline.timings import ModelTimings
-from launcher.timings import TIMINGS, Timings, time_scale
+from launcher.timings import TIMINGS, Timings, patience_s, time_scale
 from tests.programs.syntax_trees import nodes, trees
 
 SHOW = """
@@ -59,3 +59,18 @@ def test_a_scale_that_is_no_factor_is_refused(monkeypatch, text):
     monkeypatch.setenv("DRUMLINE_TIME_SCALE", text)
     with pytest.raises(ValueError, match=f"DRUMLINE_TIME_SCALE={text} is no factor"):
         time_scale()
+
+
+@pytest.mark.parametrize("text", ["-1", "nan", "inf", "long"])
+def test_a_patience_that_is_no_number_of_seconds_is_refused(monkeypatch, text):
+    monkeypatch.setenv("DRUMLINE_PATIENCE", text)
+    with pytest.raises(ValueError, match=f"DRUMLINE_PATIENCE={text} is not a number of seconds"):
+        patience_s()
+
+
+SHOW_PATIENCE = "import launcher\nprint(launcher.patience_s())\n"
+
+
+def test_one_option_sets_the_patience_of_every_process_of_a_launch(command):
+    ended = command.run("run", "--patience", "60", "-n", "1", command.script(SHOW_PATIENCE))
+    assert ended.lines(0) == ["60.0"], ended

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import HashStore
 
 from communicator import Communicator, CommunicatorError, PeerLost
-from communicator.backends.byte_streams import TcpStreams
+from communicator.backends.byte_streams import TcpStreams, silent_s
 from communicator.errors import DrumlineError
 from communicator.torch_interop.p2p_engine import (
     ANY_SOURCE,
@@ -39,7 +39,8 @@ def engines(request):
         def rank_of(rank):
             coor = Coordinator.over(store, rank, WORLD, timeout_s=20.0)
             comm = Communicator(coor, "shm") if request.param == "shm" else None
-            streams = comm._backend.streams if comm else TcpStreams(coor.connections())
+            own = comm and comm._backend.streams
+            streams = own or TcpStreams(coor.connections(), silent_s(coor))
             engine = P2PEngine(coor, streams).all_ranks
             try:
                 found[rank] = fn(engine)

@@ -113,6 +113,42 @@ def test_a_suspended_rank_is_reported(fork, layout):
         assert after_s > 0.5
 
 
+STOPPED_S = 1.5
+
+
+def stop_for_a_while():
+    """Suspend this process, and have a child let it go on."""
+    if os.fork() == 0:
+        time.sleep(STOPPED_S)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@every_layout
+def test_a_rank_that_is_suspended_for_less_than_the_patience_goes_on(fork, layout, monkeypatch):
+    """A stall of 10 s, or a laptop's lid, ended a run, whatever its deadline was."""
+    monkeypatch.setenv("DRUMLINE_PATIENCE", "20")
+
+    def body(info):
+        quick = CoordinatorTimings().scaled(0.3)
+        with Coordinator(info, timeout_s=20, timings=quick) as coor:
+            log = Log()
+            with coor.on_failure(log):
+                coor.barrier()
+                if coor.rank == 2:
+                    stop_for_a_while()
+                begin = time.monotonic()
+                coor.barrier()
+            return log.failures, time.monotonic() - begin
+
+    outcomes = fork(body, 3, LAYOUTS[layout]).outcomes()
+    for outcome in outcomes:
+        assert not outcome.error, outcome.text
+        assert outcome.value[0] == []
+    assert outcomes[0].value[1] > STOPPED_S / 2
+
+
 @every_layout
 def test_what_any_rank_reports_all_ranks_hear(fork, layout):
     def body(info):

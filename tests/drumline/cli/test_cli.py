@@ -322,13 +322,13 @@ MODEL = "--model --adapter --dequantize --gguf-file --trust-remote-code"
 OPTIONS = {
     "plan": f"{MODEL} --memory --ranks --device-map --dtype --batch --length --bandwidth --hop"
     " --html --png",
-    "generate": f"{MODEL} -n --ranks --memory --prompt --max-new-tokens --seed",
+    "generate": f"{MODEL} -n --ranks --memory --prompt --max-new-tokens --seed --patience",
     "bench": f"{MODEL} -n --ranks --memory --batch --prompt-tokens --new-tokens",
     "serve": f"{MODEL} -n --ranks --memory --host --port --api-key-file --dtype --device-map --tp"
     " --tensor-parallel-size --served-model-name --chat-template --log-requests"
     " --enable-log-requests --max-length --max-model-len --nnodes --node-rank"
     " --master-addr --master-port --token-file --insecure --encrypt --restarts --max-running"
-    " --max-waiting",
+    " --max-waiting --patience",
     "top": "",
     "auto": "-n --ranks",
 }

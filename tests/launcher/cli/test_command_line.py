@@ -28,6 +28,7 @@ OPTIONS = {
     "--timeout",
     "--bind",
     "--encrypt",
+    "--patience",
     "--preload",
     "--dry-run",
     "--trace",
