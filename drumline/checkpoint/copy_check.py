@@ -8,6 +8,7 @@ with check:                   # every byte, while the model is in use
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import threading
@@ -66,6 +67,27 @@ def group_by_copy(identities: Sequence[str | None]) -> Copies:
         if identity is not None:
             ranks.setdefault(identity, []).append(rank)
     return tuple(map(tuple, ranks.values()))
+
+
+class PassingReader(TensorReader):
+    """Reads all of large files, and leaves the page cache as it was: weights may be mapped there.
+
+    What is read from the disk is given back at once, and nothing is read ahead. What was in memory
+    stays. A file system that does not tell the two apart keeps all, as for other readers.
+    """
+
+    def _read_bytes(self, fd: int, buffer: memoryview, offset: int) -> int:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        try:
+            return os.preadv(fd, [buffer], offset, os.RWF_NOWAIT)
+        except BlockingIOError:
+            count = os.preadv(fd, [buffer], offset)
+            os.posix_fadvise(fd, offset, count, os.POSIX_FADV_DONTNEED)
+            return count
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:
+                raise
+            return os.preadv(fd, [buffer], offset)
 
 
 class CopyCheck:
@@ -163,7 +185,7 @@ class CopyCheck:
         ranks = next((ranks for ranks in self._copies if self._coor.rank in ranks), ())
         own = names[ranks.index(self._coor.rank) :: len(ranks)] if ranks else ()
         block = torch.empty(BLOCK_NBYTES, dtype=torch.uint8)
-        with TensorReader(self._path) as reader:
+        with PassingReader(self._path) as reader:
             for name in own:
                 digests.append(self._digest(reader, self._index[name], is_full, block))
         return b"\0".join((digests[0], b"".join(digests[1:])))

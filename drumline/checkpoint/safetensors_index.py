@@ -342,7 +342,7 @@ class TensorReader:
     def _fill(self, stored: StoredTensor, buffer: memoryview, offset: int) -> None:
         while buffer:
             try:
-                count = os.preadv(self._file(stored), [buffer], offset)
+                count = self._read_bytes(self._file(stored), buffer, offset)
                 if count == 0:
                     raise EOFError("it ends inside a tensor")
             except (OSError, EOFError) as error:
@@ -352,6 +352,9 @@ class TensorReader:
                 ) from error
             self.nbytes += count
             buffer, offset = buffer[count:], offset + count
+
+    def _read_bytes(self, fd: int, buffer: memoryview, offset: int) -> int:
+        return os.preadv(fd, [buffer], offset)
 
     def _file(self, stored: StoredTensor) -> int:
         name = stored.file
