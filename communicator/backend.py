@@ -187,7 +187,7 @@ class Backend(CollectivesFromP2P):
         return "it does not encrypt between hosts, as --encrypt demands; tcp and hierarchical do"
 
     def check_open(self, call: str) -> None:
-        """Raise CommunicatorError if no call can be made any more."""
+        """Raise CommunicatorError if no call can be made any longer."""
         if self.disowned is not None:
             raise self.disowned
         if self.is_closed:
@@ -196,7 +196,7 @@ class Backend(CollectivesFromP2P):
             )
 
     def check_tensor(self, call: str, tensor: torch.Tensor) -> None:
-        """Raise what is wrong with the tensor of a call, or if no call can be made any more."""
+        """Raise what is wrong with the tensor of a call, or if no call can be made any longer."""
         self.check_open(call)
         check_tensor(self._me, call, tensor, self.device_type)
 

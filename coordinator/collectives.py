@@ -94,7 +94,7 @@ class Collectives:
     ) -> bytes:
         """The data of rank src, on every rank. Collective; only src needs to give data.
 
-        Raises ValueError if src is no rank of the group or gives no bytes.
+        Raises ValueError if src is not a rank of the group or gives no bytes.
         """
         if self.rank == src:
             own = data if type(data) is bytes else self._bytes(data, "broadcasts")
@@ -210,5 +210,5 @@ class Collectives:
     def _check_rank(self, rank: int, name: str) -> None:
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise ValueError(
-                f"{self._me}: {name}={rank!r} is no rank of this group of {self.world_size}"
+                f"{self._me}: {name}={rank!r} is not a rank of this group of {self.world_size}"
             )

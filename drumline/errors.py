@@ -77,7 +77,7 @@ def short_traceback(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _is_unexpected(cause: BaseException | None) -> bool:
-    """True for a cause that is no file, value or package that somebody gave."""
+    """True for a cause that is not a file, value or package that somebody gave."""
     own = (DrumlineError, OSError, ValueError, ImportError)
     return cause is not None and not (
         isinstance(cause, own) and not _is_unexpected(cause.__cause__)

@@ -48,7 +48,7 @@ def _address_error(error: OSError | UnicodeError, address: str) -> OSError | Uni
         return error
     return OSError(
         errno.EADDRNOTAVAIL,
-        f"{address!r} is no address of this node ({error}), so rank 0 cannot listen there. "
+        f"{address!r} is not an address of this node ({error}), so rank 0 cannot listen there. "
         "`ip address` shows the addresses of this node: name one with --master-addr.",
     )
 

@@ -188,7 +188,7 @@ def test_every_folder_is_small_enough_to_read():
 
 
 def test_folders_of_tests_are_those_of_the_packages():
-    """Beside them lie programs that tests run, and the tests of what is no Python."""
+    """Beside them lie programs that tests run, and the tests of what is not Python."""
     others = {"programs", "native"}
     packages = {path.parent for path in trees()}
     for layer in LAYERS:

@@ -177,7 +177,7 @@ def check_peer(me: str, call: str, peer: int, world_size: int, name: str) -> Non
     """Raise ValueError unless peer is a rank."""
     if type(peer) is not int or not 0 <= peer < world_size:
         raise ValueError(
-            f"{me}, {call}: {name}={peer!r} is no rank of this communicator of {world_size}"
+            f"{me}, {call}: {name}={peer!r} is not a rank of this communicator of {world_size}"
         )
 
 

@@ -59,7 +59,7 @@ class Interceptor:
         comm._intercept(self)
 
     def remove(self) -> None:
-        """Stand before no call any more, and leave the other interceptors."""
+        """Stand before no call any longer, and leave the other interceptors."""
         if (comm := self._owner()) is not None:
             comm._uninstall(self)
 

@@ -168,7 +168,7 @@ class Client:
     def _connect(self, deadline: float, idle: Callable[[], None]) -> Connection:
         """An authenticated connection to the server; tries again until the deadline.
 
-        Once this rank was accepted, a host that refuses the connection runs no rank 0 any more.
+        Once this rank was accepted, a host that refuses the connection runs no rank 0 any longer.
         """
         why, address = "no attempt was made", "rank 0"
 

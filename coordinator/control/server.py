@@ -113,7 +113,7 @@ class ControlServer:
         )
         self._operations = self._make_operations()
         self._woken, self._wakeup = socket.socketpair()
-        self._refusal = ""  # why no rank can join any more
+        self._refusal = ""  # why no rank can join any longer
         self._packed_unwell: dict[tuple[Any, ...], bytes] = {}  # by the question
         self._packed_at = -math.inf
         self._selector = selectors.DefaultSelector()
@@ -317,7 +317,7 @@ class ControlServer:
         except OSError:
             self._on_connection_lost(connection)
         except BAD_REQUEST as error:
-            log.error("rank %d sent what is no request: %r", connection.rank, error)
+            log.error("rank %d sent what is not a request: %r", connection.rank, error)
             self._on_connection_lost(connection)
 
     def _receive(self, connection: _RankConnection) -> bool:

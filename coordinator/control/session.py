@@ -159,7 +159,7 @@ class Session:
         if self._closed.is_set():
             raise CoordinatorError(
                 f"rank {self.info.rank} closed its last Coordinator while another thread was in a "
-                "call on it. Close it when no thread uses it any more."
+                "call on it. Close it when no thread uses it any longer."
             )
 
     def describe_silence(self) -> str:

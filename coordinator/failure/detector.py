@@ -107,7 +107,7 @@ class FailureDetector:
         pending: PendingCall,
         has_come: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Raise if one of these ranks of the launch will not come to what is no call of ours.
+        """Raise if one of these ranks of the launch will not come to what is not a call of ours.
 
         has_come: asked before that: is what they were to do done already?
         """

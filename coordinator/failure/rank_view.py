@@ -86,7 +86,7 @@ class ViewedRank:
 
     def __init__(self, pid: int, fd: int, memory: FileIO) -> None:
         self._file = memory
-        self._num_read = stack_dump.HEADER_NBYTES  # bytes of dumps that nobody waits for any more
+        self._num_read = stack_dump.HEADER_NBYTES  # bytes of dumps that nobody waits for any longer
         shown_pid, packed_info = live_view.read_line(self._file.fileno(), live_view.INFO_PAGE)
         if shown_pid != pid:
             raise ValueError("a child of a rank that has inherited the descriptor")

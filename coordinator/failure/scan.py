@@ -24,7 +24,7 @@ MAY_RECOVER = (FailureReason.SUSPENDED, FailureReason.UNREACHABLE)
 class FailureScan:
     """The failed ranks of a group so far. Any thread may scan.
 
-    A rank that was suspended or unreachable and is well again is no failure any more.
+    A rank that was suspended or unreachable and is well again is not a failure any longer.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class FailureScan:
     # ---- from all ranks ----
 
     def _reported(self) -> list[RankFailure]:
-        """The ranks that the group failed for; a timeout or different calls are no failed rank."""
+        """The ranks that the group failed for; none for a timeout or for different calls."""
         failure = self._group_failure()
         if failure is None or failure.kind != PeerLost.__name__:
             return []

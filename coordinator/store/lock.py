@@ -64,7 +64,7 @@ def folder_of(launch_id: str) -> Path:
 
 def _check_is_there(folder: Path) -> None:
     if not folder.is_dir():
-        raise NotADirectoryError(f"{folder}, where locks live, is no folder; set TMPDIR to one")
+        raise NotADirectoryError(f"{folder}, where locks live, is not a folder; set TMPDIR to one")
 
 
 def _make(folder: Path) -> None:

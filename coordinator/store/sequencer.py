@@ -67,7 +67,7 @@ class Sequencer:
             raise
 
     def _put(self, result: bytes, pending: PendingCall) -> None:
-        """Store the result; the time of the body is no part of the deadline."""
+        """Store the result; the time of the body is not part of the deadline."""
         self._store.put(OUTCOME, pack((True, result)), pending.restarted())
 
     def _put_failure(self, error: BaseException, pending: PendingCall) -> None:

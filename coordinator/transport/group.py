@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from coordinator.transport.gloo_transport import GlooTransport
 
 ALL_RANKS = -1
-"""The dst, root or reader that is no single rank."""
+"""The dst, root or reader that is not a single rank."""
 
 
 class Exchange(NamedTuple):

@@ -64,7 +64,7 @@ int oneshot_close(void* arena);
 int oneshot_reach(int device);
 
 int oneshot_state_create(oneshot_state** state);
-/* No launch of it may run or be captured any more. */
+/* No launch of it may run or be captured any longer. */
 int oneshot_state_destroy(oneshot_state* state);
 /* 0, or 1 + rank + 16 * missing rank + 256 * stage, of a rank that gave up waiting or whose
  * launches overlapped. Its later launches return at once. No CUDA call. */

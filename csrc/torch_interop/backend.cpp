@@ -247,7 +247,7 @@ class DrumlineBackend : public c10d::Backend {
         return delegate_uncounted(title, method, arguments...);
     }
 
-    // Messages are no calls of the whole group, which has the same number of them on every rank.
+    // Messages are not calls of the whole group, which has the same number of them on every rank.
     template <class... Arguments>
     WorkBase delegate_uncounted(const CallTitle& title, const char* method,
                                 const Arguments&... arguments) {

@@ -44,8 +44,8 @@ def check_regular_file(file: Path) -> None:
         )
     if not stat.S_ISREG(mode):
         raise CheckpointError(
-            f"{file} is no ordinary file ({stat.filemode(mode)}), so reading it might never end; "
-            "put the file of the checkpoint there."
+            f"{file} is not an ordinary file ({stat.filemode(mode)}), so reading it might never "
+            "end; put the file of the checkpoint there."
         )
 
 

@@ -34,8 +34,8 @@ TRACE_S = 5.0
 NUM_PLAIN_LOOKS = 2  # from which rates come, before the one that is printed
 NUM_LOOKS = 20  # over which the slowest rank is found
 MIN_DIFFERENCE = 0.25  # of the share of looks in which a rank waits
-HOSTS_WAIT_S = 10.0  # for the ranks of other hosts, where the output is no terminal
-PLAIN_WIDTH = 160  # where the output is no terminal
+HOSTS_WAIT_S = 10.0  # for the ranks of other hosts, where the output is not a terminal
+PLAIN_WIDTH = 160  # where the output is not a terminal
 MAX_OPERATIONS = 3  # of a rank that are shown
 KEYS = "s stacks   d dump to a file   t trace the next 5 s   q quit"
 COLUMNS = (
@@ -200,7 +200,7 @@ def _call(look: rank_view.RankLook) -> str:
 
 
 def top(launch: str | None) -> None:
-    """Show a launch until the user quits or it has ended; once if the output is no terminal."""
+    """Show a launch until the user quits or it has ended; once if the output is not a terminal."""
     view, is_live = LaunchView(_chosen(launch)), sys.stdin.isatty() and sys.stdout.isatty()
     console = Console(width=None if is_live else PLAIN_WIDTH, markup=False)
     if not is_live:
@@ -272,7 +272,7 @@ def _chosen(launch: str | None) -> list[rank_view.ViewedRank]:
              for key, ranks in launches.items()]  # fmt: skip
     missing = "Several launches run"
     if launch:
-        missing = f"{launch} is no launch on this host whose ranks have a Coordinator"
+        missing = f"{launch} is not a launch on this host whose ranks have a Coordinator"
     raise DrumlineError(f"{missing}. Name one of these:{''.join(lines)}")
 
 

@@ -90,7 +90,7 @@ class DeviceMapping:
 
     @property
     def moving(self) -> set[torch.device]:
-        """The devices that the hoisted program may not use any more."""
+        """The devices that the hoisted program may not use any longer."""
         return self.to.keys() - self.to.values()
 
     def number(self, index: int, where: str) -> Any:

@@ -1,7 +1,7 @@
 """Hoisting of a traced or exported program from the device it was made on to this rank's own.
 
 program = torch.export.load("model.pt2")                 # made for cuda:0
-hoist(program, {"cuda:0": f"cuda:{coor.local_rank}"})    # nothing in it names cuda:0 any more
+hoist(program, {"cuda:0": f"cuda:{coor.local_rank}"})    # nothing in it names cuda:0 any longer
 """
 
 from __future__ import annotations
@@ -353,7 +353,7 @@ def _hoist_json(name: str, data: bytes, devices: DeviceMapping) -> bytes:
         return json.dumps(walk(json.loads(data))).encode()
     except (ValueError, RecursionError) as error:
         raise HoistError(
-            f"{name} is no JSON ({error}), so its devices are unknown; save the program again."
+            f"{name} is not a JSON ({error}), so its devices are unknown; save the program again."
         ) from error
 
 

@@ -58,7 +58,7 @@ class GroupMonitor:
 
     @property
     def has_failed(self) -> bool:
-        """True once a rank has failed, so that this one must not wait for others any more."""
+        """True once a rank has failed, so that this one must not wait for others any longer."""
         reasons = (failure.reason for failure in self._subscription.failures)
         return any(reason is not FailureReason.LEFT for reason in reasons)
 

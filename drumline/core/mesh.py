@@ -141,7 +141,7 @@ def _from(mesh: Any) -> Mesh:
         names = axis_names(mesh)
         return Mesh(dict(zip(names, mesh.shape, strict=True)), ranks)
     raise PlanError(
-        f"mesh={mesh!r} is no mesh, and is not ignored; give sizes by axis, such as "
+        f"mesh={mesh!r} is not a mesh, and is not ignored; give sizes by axis, such as "
         '{"dp_shard": 2, "tp": 2}, or a torch DeviceMesh.'
     )
 

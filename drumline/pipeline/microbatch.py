@@ -23,7 +23,7 @@ SMALLEST_STREAM = 16
 """Rows that are generated together: with fewer, most of the time goes into reading weights."""
 
 ACCELERATED = 16
-"""So much larger are both on a device that is no CPU; a guess, on the side of leaving it whole."""
+"""The factor of both on a device that is not a CPU; a guess that rather leaves a batch whole."""
 
 NEVER = 1 << 40
 
@@ -43,7 +43,7 @@ def rows(batch: int, groups: int) -> list[slice]:
 def groups_of_pass(batch: int, tokens: int, stages: int, scale: int = 1) -> int:
     """The number of groups to split a pass of [batch, tokens] into; 1 leaves it whole.
 
-    scale: ACCELERATED if a stage is on a device that is no CPU.
+    scale: ACCELERATED if a stage is on a device that is not a CPU.
     """
     groups = min(batch, GROUPS_PER_STAGE * stages)
     return max(1, min(groups, batch * tokens // (SMALLEST_PASS * scale)))

@@ -16,7 +16,7 @@ import torch
 
 
 class Cancelled(BaseException):
-    """Ends a runner whose result nobody waits for any more."""
+    """Ends a runner whose result nobody waits for any longer."""
 
 
 class MicrobatchRunner:

@@ -90,8 +90,8 @@ class LoadOptions:
         for name, low in (("batch", 1), ("length", 0)):
             if not isinstance(value := getattr(self, name), int) or value < low:
                 raise PlanError(
-                    f"{name}={value!r} is no number of {'sequences' if low else 'tokens'}, so the "
-                    f"memory for them is unknown; give a whole number from {low} on."
+                    f"{name}={value!r} is not a number of {'sequences' if low else 'tokens'}, so "
+                    f"the memory for them is unknown; give a whole number from {low} on."
                 )
 
         if self.build_on not in (None, "meta", "cpu"):

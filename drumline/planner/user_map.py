@@ -46,7 +46,7 @@ def complete_user_map(
 
 
 def _check_names(parts: Sequence[ModulePart], device_map: Mapping[str, Any]) -> None:
-    """Raise for names that are no part of the model, nor around one."""
+    """Raise for names that are not part of the model, nor around one."""
     names = {part.name for part in parts}
     prefixes = {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
     for name in device_map.keys() - names - prefixes - {""}:

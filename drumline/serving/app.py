@@ -178,7 +178,7 @@ class Service:
         self._long_body_thread.shutdown(wait=False, cancel_futures=True)
 
     def fail(self, failure: PeerLost) -> None:
-        """Note that the model has lost a rank, so that nothing can run any more."""
+        """Note that the model has lost a rank, so that nothing can run any longer."""
         self.status.failures += failure.failures  # first, for no report follows the failure
         self.failure = self.failure or failure
 
@@ -333,7 +333,9 @@ class Service:
     def _check_tokens(self, tokens: Sequence[int], name: str) -> None:
         unknown = [token for token in tokens if not 0 <= token < self.scheduler.vocabulary]
         if unknown:
-            raise protocol.invalid_request(f"{name}: {unknown[0]} is no token of this model.", name)
+            raise protocol.invalid_request(
+                f"{name}: {unknown[0]} is not a token of this model.", name
+            )
 
     def _tokenize_chat(self, body: protocol.ChatCompletionRequest) -> Prompts:
         self._check_capacity(body.num_choices)

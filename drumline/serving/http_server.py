@@ -169,7 +169,7 @@ def _check_template(model_path: str, template: Any) -> None:
         if text is not None and not isinstance(text, str):
             raise CheckpointError(
                 f"{model_path} has chat_template={text!r:.60} in its tokenizer_config.json, which "
-                "is no text; copy it again, or give another one: --chat-template FILE."
+                "is not a text; copy it again, or give another one: --chat-template FILE."
             )
 
 

@@ -356,7 +356,7 @@ class ResponseBuilder:
         }
 
     def response(self, choices: Sequence[ChoiceText], usage: dict[str, int]) -> dict[str, Any]:
-        """The body of a response that is no stream."""
+        """The body of a response that is not a stream."""
         kind = "chat.completion" if self._is_chat else "text_completion"
         bodies = [
             self._choice(index, choice, "message", {"role": "assistant", "content": choice.text})

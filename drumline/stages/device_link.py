@@ -24,7 +24,7 @@ class DeviceLink:
     comm: a Communicator, or what a group of ranks has in its place.
     waits: receive on a stream of its own, and let the host wait for it. So does the master: what it
         sends may wait for a rank whose result it has to receive first, and its caller reads the
-        result as soon as it is back, when an error could not reach it any more.
+        result as soon as it is back, when an error could not reach it any longer.
     """
 
     def __init__(self, comm: Any, peer: int, waits: bool = False):

@@ -96,7 +96,7 @@ class Ring:
     def release_stages(self, code: int) -> None:
         """Send LEAVE, which every rank passes on before it ends; returns once it has come round."""
         with contextlib.suppress(PeerLost):
-            # It overtakes nothing, so replies that nobody waits for any more come first.
+            # It overtakes nothing, so replies that nobody waits for any longer come first.
             self.send(Message(MessageKind.LEAVE, ints=[code]))
             while self.receive().kind is not MessageKind.LEAVE:
                 pass
@@ -106,6 +106,6 @@ class Ring:
         return PeerLost(
             f"{self.coor.rank_name(self.rank)} lost its connection to "
             f"{self.coor.peers[neighbour]}, which holds {self.layers_by_rank[neighbour]}, so the "
-            "model cannot run any more.",
+            "model cannot run any longer.",
             advice=f"Start all ranks again. ({error})",
         )

@@ -82,8 +82,8 @@ class StageGroup:
         coor.report_failure(coor.rank, f"is desynchronised from its TP group: {why}")
         return PeerLost(
             f"{self.coor.rank_name()}: the ranks {list(self.coor.ranks)}, which "
-            f"hold {layers} each, are desynchronised, so the model cannot run any more. Start all "
-            f"ranks again.\nThis rank failed first: {why}"
+            f"hold {layers} each, are desynchronised, so the model cannot run any longer. Start "
+            f"all ranks again.\nThis rank failed first: {why}"
         )
 
 

@@ -203,7 +203,7 @@ class SequenceParallel:
         return collectives.gather_tokens(value, self.full_shape[1], self.comm)
 
     def _scatter_in(self, value: Any) -> Any:
-        """This rank's tokens in place of all; what is no hidden state stays as it is."""
+        """This rank's tokens in place of all; what is not a hidden state stays as it is."""
         if isinstance(value, tuple):
             return tuple(self._scatter_in(item) for item in value)
         if self.full_shape is None or not isinstance(value, torch.Tensor):

@@ -61,8 +61,8 @@ def read_plan(model: nn.Module, plan: str | Styles) -> dict[str, str]:
     """
     if isinstance(plan, str) and plan not in CARRIED_PLANS:
         raise PlanError(
-            f"tp_plan={plan!r} is no plan; give {', '.join(map(repr, CARRIED_PLANS))}, or a dict "
-            "of name to style."
+            f"tp_plan={plan!r} is not a plan; give {', '.join(map(repr, CARRIED_PLANS))}, or a "
+            "dict of name to style."
         )
     rules = _plan_of_model(model, plan) if isinstance(plan, str) else dict(plan)
     styles = _apply_rules(model, rules, must_match=not isinstance(plan, str))
@@ -84,8 +84,8 @@ def _apply_rules(model: nn.Module, rules: Styles, must_match: bool) -> dict[str,
     for pattern, style in rules.items():
         if style not in ALL_STYLES:
             raise PlanError(
-                f"{pattern} is to be sharded as {style!r}, which is no known style; the styles are "
-                f"{', '.join(ALL_STYLES)}."
+                f"{pattern} is to be sharded as {style!r}, which is not a known style; the styles "
+                f"are {', '.join(ALL_STYLES)}."
             )
         expression = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
         matched = [name for name in names if expression.fullmatch(name)]

@@ -77,7 +77,7 @@ def num_match_steps(pattern: str, length: int) -> int:
     while at < len(pattern) and steps <= MAX_MATCH_STEPS:
         token = PATTERN_TOKEN.match(pattern, at)
         if token is None:
-            raise FieldError(f"{pattern!r:.99} is no plain pattern of names, at letter {at}")
+            raise FieldError(f"{pattern!r:.99} is not a plain pattern of names, at letter {at}")
         if group := token["group"]:
             ways *= group.count("|") + 1
         elif repeat := token["repeat"]:
@@ -111,7 +111,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(rf"(.*\.)?({pattern})")
     except re.error as error:
-        raise FieldError(f"{pattern!r:.99} is no pattern ({error})") from error
+        raise FieldError(f"{pattern!r:.99} is not a pattern ({error})") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +267,7 @@ class LoraAdapter:
         if not _is_list_of_names(targets) and not isinstance(targets, str):
             raise FieldError(f"target_modules={targets!r:.60} is neither names nor a pattern")
         if saved is not None and not _is_list_of_names(saved):
-            raise FieldError(f"modules_to_save={saved!r:.60} is no list of names")
+            raise FieldError(f"modules_to_save={saved!r:.60} is not a list of names")
         if (bias := self.settings.get("bias")) not in BIASES:
             raise FieldError(f"bias={bias!r:.60} is none of {', '.join(map(str, BIASES[1:]))}")
 
@@ -283,7 +283,7 @@ class LoraAdapter:
         for name, field in PATTERNS.items():
             by_pattern = self.settings.get(name, {})
             if not isinstance(by_pattern, dict):
-                raise FieldError(f"{name}={by_pattern!r:.60} is no object")
+                raise FieldError(f"{name}={by_pattern!r:.60} is not an object")
             for pattern, value in by_pattern.items():
                 ADAPTER[field].check(value, f"{name}[{pattern!r:.60}]")
                 num_steps += num_modules * num_match_steps(pattern, longest)

@@ -78,7 +78,7 @@ class FramedConnection:
         try:
             message = unpack(body)
         except (ValueError, TypeError) as error:
-            raise ConnectionBroken(f"what is no message: {error!r}") from error
+            raise ConnectionBroken(f"what is not a message: {error!r}") from error
         self.is_between_messages = True
         return message
 

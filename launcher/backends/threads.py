@@ -168,7 +168,7 @@ def _pump_all(output: Output) -> None:
 
 
 class RankStream(io.TextIOBase):
-    """A standard stream for all ranks; text of threads that are no ranks passes unchanged."""
+    """A standard stream for all ranks; text of threads that are not ranks passes unchanged."""
 
     def __init__(self, output: Output, lock: threading.Lock, name: str, before: TextIO) -> None:
         self._output = output
@@ -194,7 +194,7 @@ class RankStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Flush what is no rank's; of ranks, only unfinished lines wait here."""
+        """Flush what is not a rank's; of ranks, only unfinished lines wait here."""
         self._before.flush()
 
     def isatty(self) -> bool:

@@ -217,7 +217,7 @@ def connected_to_first(
             ) from None
         except Rejected as error:
             raise LaunchError(
-                f"at {place} is no first node that this one could join: {error}.", (), 1
+                f"at {place} is not a first node that this one could join: {error}.", (), 1
             ) from None
         yield NodeChannel(connection.socket)
 

@@ -240,7 +240,7 @@ class NodeLeader:
     def end(self, text: str) -> None:
         """Tell all other nodes that this one ends, and wait a while for them to hear it.
 
-        text: why; "" if that is no error, and their commands end well, too.
+        text: why; "" if that is not an error, and their commands end well, too.
         """
         deadline = time.monotonic() + timings.TIMINGS.node_end_s
         for connection in self.nodes.values():

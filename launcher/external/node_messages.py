@@ -129,7 +129,7 @@ class NodeChannel:
         try:
             messages = [json.loads(line) for line in lines]
         except (ValueError, RecursionError) as error:
-            raise ConnectionBroken("what is no message of a node") from error
+            raise ConnectionBroken("what is not a message of a node") from error
         return [message for message in messages if isinstance(message, dict)]
 
 

@@ -92,7 +92,7 @@ def _supervise(rank_pid: int, pipes: Pipes, crash_fd: int, logs: Path) -> RankEx
     identity = json.loads(os.read(pipes["identity"][0], 1000) or b"{}")
     if identity:
         linux.set_process_name(f"wrapper of {identity['rank']}")
-    with contextlib.suppress(OSError):  # nobody reads any more: the rank will find that out
+    with contextlib.suppress(OSError):  # nobody reads any longer: the rank will find that out
         _forward(rank_pid, {pipes[name][0]: name for name in STREAMS}, identity.get("rank"), logs)
     for name in STREAMS:
         os.close(pipes[name][0])

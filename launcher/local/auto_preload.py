@@ -177,7 +177,7 @@ class ImportScan:
 
 
 def _parse(file: str) -> ast.Module | None:
-    """The syntax tree; None for what is no small file of valid Python, as a rank will report."""
+    """The syntax tree; None for what is not a small file of valid Python, as a rank will report."""
     try:
         path = Path(file)
         if not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
@@ -212,7 +212,7 @@ def _attributes(tree: ast.Module) -> dict[str, set[str]]:
 
 
 def _changes_imports(statement: ast.stmt) -> bool:
-    """True if a statement may change the environment or the import system; reading is no change."""
+    """True if a statement may change the environment or the import system, not only read it."""
     mentions, reads = 0, 0
     for node in ast.walk(statement):
         mentions += _is_environment(node)

@@ -328,7 +328,7 @@ class Supervisor:
             action()
 
     def _drain_pipes(self) -> None:
-        """Read the rest of every pipe; nothing writes to them any more."""
+        """Read the rest of every pipe; nothing writes to them any longer."""
         for fd in list(self.readers):
             while self._read(fd):
                 pass

@@ -75,7 +75,7 @@ def failed_start(problem: str) -> EndReason:
 def unwritable_output(error: OSError) -> EndReason:
     """The reader of the output has gone, or a disk is full."""
     if error.errno in READER_GONE:
-        text, code = "stopped, since nobody reads the output any more", 128 + signal.SIGPIPE
+        text, code = "stopped, since nobody reads the output any longer", 128 + signal.SIGPIPE
         return lambda failures: LaunchInterrupted(text, failures, code)
     where = f" to {error.filename}" if error.filename else ""
     return lambda failures: LaunchError(

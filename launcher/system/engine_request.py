@@ -44,5 +44,5 @@ def _seconds(variable: str, text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise ValueError(f"{variable}={text!r} is no number of seconds above 0")
+        raise ValueError(f"{variable}={text!r} is not a number of seconds above 0")
     return seconds

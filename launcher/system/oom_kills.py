@@ -49,4 +49,4 @@ def _limit(file: Path) -> str:
     text = linux.read(file).strip()
     # Version 1 has a number near 2^63 for no limit.
     is_limited = text.isdigit() and int(text) < 1 << 60
-    return f"{file.name} is {int(text) >> 20} MiB" if is_limited else f"{file.name} is no limit"
+    return f"{file.name} is {int(text) >> 20} MiB" if is_limited else f"{file.name} is not a limit"

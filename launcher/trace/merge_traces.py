@@ -93,7 +93,7 @@ def write(trace: dict[str, Any], out: Path) -> None:
 def read(files: Sequence[Path]) -> dict[str, Any]:
     """Join the traces of several nodes, each with its own launcher.
 
-    Raises ValueError for a file that is no trace.
+    Raises ValueError for a file that is not a trace.
     """
     events: list[dict[str, Any]] = []
     for file in files:
@@ -104,7 +104,7 @@ def read(files: Sequence[Path]) -> dict[str, Any]:
                 _check(event)
                 events.append({**event, "pid": event["pid"] + (lowest if event["pid"] < 0 else 0)})
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"{file} is no trace: {type(error).__name__}: {error}") from error
+            raise ValueError(f"{file} is not a trace: {type(error).__name__}: {error}") from error
     return {"traceEvents": events}
 
 
@@ -115,7 +115,7 @@ def _check(event: dict[str, Any]) -> None:
     if event["ph"] == "X":
         if missing := {"name", "cat", "tid", "ts", "dur"} - event.keys():
             raise ValueError(f"an event without {', '.join(sorted(missing))}: {event}")
-        times = (abs(event["ts"]), event["dur"])  # a TypeError if one of them is no number
+        times = (abs(event["ts"]), event["dur"])  # a TypeError if one of them is not a number
         if not all(time_us < MAX_TIME_US for time_us in times):  # nor is NaN
             raise ValueError(f"an event out of all time: {event!s:.200}")
         if not event["dur"] >= 0 * event["ts"]:

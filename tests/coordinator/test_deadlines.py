@@ -1,4 +1,4 @@
-"""Arguments that are no deadline, and tracebacks without our frames."""
+"""Arguments that are not deadlines, and tracebacks without our frames."""
 
 import pytest
 

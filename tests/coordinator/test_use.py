@@ -473,7 +473,7 @@ def test_import_leaves_out_what_few_launches_need():
 
 
 def test_a_call_in_a_file_with_a_long_name_is_shown(coordinated):
-    """The name was cut in the middle of a letter, and could not be read any more."""
+    """The name was cut in the middle of a letter, and could not be read any longer."""
 
     def body(coor):
         call = compile("coor.barrier()", f"/{'ä' * 60}.py", "exec")

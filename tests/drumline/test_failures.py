@@ -348,7 +348,7 @@ def test_rank_that_lost_another_while_it_loaded_is_not_reported(ranks, loss):
 
 
 def test_what_is_told_of_an_error_can_always_be_sent():
-    """Text that is no UTF-8 ended the rank whose layer had raised, in place of its error."""
+    """Text that is not UTF-8 ended the rank whose layer had raised, in place of its error."""
 
     class Mute(Exception):
         def __str__(self):

@@ -49,7 +49,7 @@ def test_results_come_to_whoever_waits():
     launch = launcher.start(rank_and, 2, args=("x",))
     assert launch.wait() == [[0, "x"], [1, "x"]]
     assert launch.poll() == 0 and launch.wait(timeout_s=0) == [[0, "x"], [1, "x"]]
-    launch.stop()  # has nothing to do any more
+    launch.stop()  # has nothing to do any longer
 
 
 def test_two_launches_are_awaited_in_one_event_loop():
@@ -60,7 +60,7 @@ def test_two_launches_are_awaited_in_one_event_loop():
 
 
 def test_a_task_that_stops_awaiting_leaves_the_launch_as_it_is(tmp_path):
-    """poll() raised CancelledError after asyncio.wait_for, and no result came any more."""
+    """poll() raised CancelledError after asyncio.wait_for, and no result came any longer."""
 
     async def give_up(launch):
         with pytest.raises(asyncio.TimeoutError):

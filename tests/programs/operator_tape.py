@@ -61,7 +61,7 @@ class OperatorTape(TorchDispatchMode):
         return made
 
     def add(self, step: Callable[[], None]) -> None:
-        """One more step, which is no operator of torch."""
+        """One more step, which is not an operator of torch."""
         self._steps.append(step)
 
     def will_write(self, tensor: torch.Tensor) -> None:

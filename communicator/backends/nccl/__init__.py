@@ -324,7 +324,7 @@ class Nccl(PluginBackend):
         return not self.is_closed and not self._end_reason
 
     def find_failure(self) -> PeerLost | None:
-        """Why no call can succeed any more; None while they can."""
+        """Why no call can succeed any longer; None while they can."""
         if lost := self._exit_notice.unannounced(self._lost_peers()):
             time.sleep(timings.TIMINGS.watchdog_grace_s)
             return PeerLost(f"a peer died.{describe_lost(lost)}", lost)

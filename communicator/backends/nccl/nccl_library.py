@@ -33,7 +33,7 @@ GRAPH_FUNCTIONS = (
 class NcclLibrary:
     """An NCCL that is loaded, with the few of its functions that need no communicator.
 
-    Raises Unsupported if the file is incomplete, is no NCCL, or is too old.
+    Raises Unsupported if the file is incomplete, is not NCCL, or is too old.
     """
 
     def __init__(self, path: str) -> None:
@@ -52,7 +52,7 @@ class NcclLibrary:
             failed = self._library.ncclGetVersion(ctypes.byref(version))
         except AttributeError as error:
             raise Unsupported(
-                f"{path} has no ncclGetVersion, so it is no NCCL. Give the path of libnccl.so.2."
+                f"{path} has no ncclGetVersion, so it is not NCCL. Give the path of libnccl.so.2."
             ) from error
         if failed or version.value < OLDEST:
             raise Unsupported(
@@ -88,7 +88,7 @@ class NcclLibrary:
         self.mem_free(address.value or 0)
 
     def mem_free(self, address: int) -> None:
-        """Free what ncclMemAlloc gave and no communicator has registered any more."""
+        """Free what ncclMemAlloc gave and no communicator has registered any longer."""
         self._check("ncclMemFree", self._library.ncclMemFree(ctypes.c_void_p(address)))
 
     def _check(self, call: str, code: int) -> None:

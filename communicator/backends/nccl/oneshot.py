@@ -277,7 +277,7 @@ class Oneshot:
         self._last_stream = stream
 
     def prepare_close(self) -> None:
-        """Wait until no rank uses the arenas any more. Collective.
+        """Wait until no rank uses the arenas any longer. Collective.
 
         Raises CommunicatorError on every rank while a graph of one of them holds a sum.
         """

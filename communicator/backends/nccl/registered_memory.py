@@ -43,7 +43,7 @@ class RegisteredMemory:
 
     def __init__(self, comm: Allocating) -> None:
         self._comm, self._library, self._device = weakref.ref(comm), comm.library, comm.device
-        self._dropped: list[int] = []  # addresses that no tensor uses any more
+        self._dropped: list[int] = []  # addresses that no tensor uses any longer
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor without values. Collective; raises on every rank if one has no free memory."""
@@ -66,7 +66,7 @@ class RegisteredMemory:
             self.free_dropped()
 
     def free_dropped(self) -> None:
-        """Free what no tensor uses any more, once the device has done its work."""
+        """Free what no tensor uses any longer, once the device has done its work."""
         while self._dropped and not torch.cuda.is_current_stream_capturing():
             try:
                 comm, address = self._comm(), self._dropped.pop()

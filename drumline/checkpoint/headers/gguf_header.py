@@ -77,7 +77,8 @@ def read_gguf_header(file: Path) -> GgufHeader:
             return _HeaderReader(stream, file_state(stream.fileno()), block_sizes).read()
     except (OSError, FieldError) as error:
         raise CheckpointError(
-            f"{file} is no whole GGUF file ({error}), so what it holds is unknown; copy it again."
+            f"{file} is not a whole GGUF file ({error}), so what it holds is unknown; copy it "
+            "again."
         ) from error
 
 
@@ -102,7 +103,7 @@ class _HeaderReader:
             self._read_field()
         alignment = GGUF["general.alignment"].check(self.fields.get("general.alignment", 32))
         if alignment & (alignment - 1):
-            raise FieldError(f"general.alignment={alignment} is no power of two")
+            raise FieldError(f"general.alignment={alignment} is not a power of two")
         infos = [self._tensor_info() for _ in range(num_tensors)]
         self._place(infos, alignment)
         architecture = self.fields.get("general.architecture")
@@ -275,5 +276,5 @@ def _array_length(fields: Mapping[str, Any], key: str) -> int:
     if isinstance(value, ArrayLength):
         return value.length
     if not isinstance(value, list):
-        raise FieldError(f"{key}={value!r:.60} is no array")
+        raise FieldError(f"{key}={value!r:.60} is not an array")
     return len(value)

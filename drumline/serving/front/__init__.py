@@ -1,1 +1,1 @@
-"""The server's front: HTTP in a process that is no rank, and that starts the ranks again."""
+"""The server's front: HTTP in a process that is not a rank, and that starts the ranks again."""

@@ -34,7 +34,7 @@ Message = dict[str, Any]
 class RemoteScheduler:
     """Keeps every open sequence with its tokens, and has the ranks of the moment continue it.
 
-    on_loss(error): called once if no ranks will come any more.
+    on_loss(error): called once if no ranks will come any longer.
     """
 
     def __init__(self, limits: ServingLimits, on_loss: Callable[[PeerLost], Any]) -> None:
@@ -128,7 +128,7 @@ class RemoteScheduler:
             self._send = None
 
     def fail(self, error: PeerLost) -> None:
-        """End every sequence, and all that come, with this error: no ranks will come any more."""
+        """End every sequence, and all that come, with this error: no ranks will come any longer."""
         if self._end_all(error):
             self._on_loss(error)
 

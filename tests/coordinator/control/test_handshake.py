@@ -538,7 +538,7 @@ def test_an_error_on_the_connection_of_a_rank_ends_that_one_alone(server, monkey
             with pytest.raises(ServerLost):
                 other.ask("count", "", timeout_s=5)
         lost, *_ = client.ask("heartbeat", 0, [], {}, timeout_s=5)
-        assert lost == [2], "its loss is no news"
+        assert lost == [2], "its loss is not news"
         joined(server, 3).close()
 
 

@@ -107,7 +107,7 @@ def made(info, names=CALLS, transport=None, **timings):
 def waited(coors, victim, timeout_s, meet_survivors=lambda: None):
     """The outcomes of the calls that wait for the victim, by name, all made at once.
 
-    meet_survivors: for who closes is no excuse for who is still waiting.
+    meet_survivors: for who closes is not an excuse for who is still waiting.
     """
     results = {}
     for coor in coors.values():

@@ -401,7 +401,7 @@ class Campaign:
     def has_numbers(self, weights):
         """Blocks of other sizes may fit as well, and are what the file says then."""
         wrong = [name for name, weight in weights.items() if not weight.isfinite().all()]
-        return f"loaded what is no number: {wrong[:4]}" if wrong else ""
+        return f"loaded what is not a number: {wrong[:4]}" if wrong else ""
 
     def has_what_safetensors_reads(self, weights):
         try:

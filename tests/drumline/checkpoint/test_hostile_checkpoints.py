@@ -376,10 +376,10 @@ def test_a_pipe_in_place_of_a_file_is_an_error_at_once(llama, name, is_link):
     if is_link:
         (llama / name).symlink_to(pipe)
     for read in (read_config, read_both_configs, read_tokenizer):
-        with seconds(10), pytest.raises(CheckpointError, match=f"{name} is no ordinary file"):
+        with seconds(10), pytest.raises(CheckpointError, match=f"{name} is not an ordinary file"):
             read(llama)
     if name == "model.safetensors":
-        with seconds(10), pytest.raises(CheckpointError, match=f"{name} is no ordinary file"):
+        with seconds(10), pytest.raises(CheckpointError, match=f"{name} is not an ordinary file"):
             read_index(llama)
 
 

@@ -146,7 +146,7 @@ LIES = {
     "a name twice": (tensor_twice, "blk.0.attn_k.weight appears twice"),
     "no name": (tensor(0, ""), "name length=0"),
     "a long name": (tensor(0, "x" * 65), "name length=65"),
-    "a name that is no text": (tensor(0, b"\xff\xfe"), "not UTF-8"),
+    "a name that is not a text": (tensor(0, b"\xff\xfe"), "not UTF-8"),
     "a field twice": (twice, "llama.block_count appears twice"),
     "a field of no type": (fields("llama.block_count", 13, b""), "llama.block_count is of type 13"),
     "an array of arrays": (
@@ -163,7 +163,7 @@ LIES = {
     "an alignment in words": (fields("general.alignment", STRING, "32"), "general.alignment='32'"),
     "no architecture": (without("general.architecture"), "general.architecture is None"),
     "an architecture of numbers": (fields("general.architecture", U32, 3), "general.architecture"),
-    "a field that is no text": (
+    "a field that is not a text": (
         fields("general.name", STRING, b"\xff"),
         "general.name|type|beyond",
     ),
@@ -182,7 +182,7 @@ LIES = {
         fields("llama.context_length", U32, 1 << 31),
         "context_length=2147483648",
     ),
-    "an epsilon that is no number": (
+    "an epsilon that is not a number": (
         fields("llama.attention.layer_norm_rms_epsilon", F32, float("nan")),
         "layer_norm_rms_epsilon is nan",
     ),
@@ -201,8 +201,8 @@ LIES = {
         fields("tokenizer.ggml.tokens", ARRAY, (STRING, ["a"] * 65)),
         "not one entry for each of 65 tokens",
     ),
-    "words that are a number": (fields("tokenizer.ggml.tokens", U32, 3), "is no array"),
-    "an end that is no word": (
+    "words that are a number": (fields("tokenizer.ggml.tokens", U32, 3), "is not an array"),
+    "an end that is not a word": (
         fields("tokenizer.ggml.eos_token_id", U32, 64),
         "tokenizer.ggml.eos_token_id has token id=64",
     ),

@@ -481,7 +481,7 @@ PACKAGES = {
     "compressed or encrypted": lambda path: archive(
         path, [("a/weights", bytes(1 << 26))], zipfile.ZIP_DEFLATED
     ),
-    "model.json is no JSON": lambda path: archive(path, [("a/model.json", b"[" * 100_000)]),
+    "model.json is not a JSON": lambda path: archive(path, [("a/model.json", b"[" * 100_000)]),
     "model.json has the device": lambda path: archive(path, device('{"type": "x", "index": 0}')),
     "which torch does not have": lambda path: archive(
         path, device('{"type": "cuda", "index": 1e400}')

@@ -138,7 +138,7 @@ def test_a_secret_that_was_cut_short_authenticates_nothing(tmp_path):
 
 
 def test_a_file_that_someone_else_made_is_not_believed(tmp_path):
-    """A right digest is no proof of who wrote the file; the secret of another cache is not ours."""
+    """A right digest does not prove who wrote the file; the secret of another cache is not ours."""
     mine, other = ArtifactCache(tmp_path / "mine"), ArtifactCache(tmp_path / "other")
     other.store("key", b"evil")
     for name in ("key.artifact", "key.seal"):

@@ -168,7 +168,7 @@ def test_a_wrong_request_is_raised_where_vllm_does_not_swallow_it(monkeypatch, v
         importlib.import_module("drumline.engines.vllm_platform")
     monkeypatch.setenv("DRUMLINE_VLLM", "1")
     monkeypatch.setenv("DRUMLINE_VLLM_TIMEOUT_S", "soon")
-    with pytest.raises(ValueError, match="'soon' is no number of seconds"):
+    with pytest.raises(ValueError, match="'soon' is not a number of seconds"):
         launcher.engine_request("vllm")
 
 

@@ -95,7 +95,7 @@ def test_a_file_that_is_cut_off_is_named(file, ranks_or_errors):
             drumline.load(file, coor=coor).close()
 
     for error in ranks_or_errors(rank, 2):
-        assert isinstance(error, CheckpointError) and "model.gguf is no whole GGUF" in str(error)
+        assert isinstance(error, CheckpointError) and "model.gguf is not a whole GGUF" in str(error)
 
 
 def test_layers_of_a_gguf_file_are_not_split(tmp_path):

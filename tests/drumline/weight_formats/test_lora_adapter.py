@@ -283,18 +283,18 @@ LIES = [
     ({"alpha_pattern": {"a?!": 8}}, "no plain pattern"),
     ({"alpha_pattern": {"a?" * 60: 8}}, "alpha_pattern takes too long"),
     ({"alpha_pattern": {"(": 8}}, "no plain pattern"),
-    ({"alpha_pattern": {"[z-a]": 8}}, "is no pattern"),
+    ({"alpha_pattern": {"[z-a]": 8}}, "is not a pattern"),
     ({"alpha_pattern": {"(?=a)": 8}}, "no plain pattern"),
     ({"alpha_pattern": {"a" * 2000: 8}}, "longer than"),
     ({"alpha_pattern": {f"a{number}.*.*": 8 for number in range(9999)}}, "takes too long"),
-    ({"alpha_pattern": [["q_proj", 8]]}, "alpha_pattern=.*is no object"),
+    ({"alpha_pattern": [["q_proj", 8]]}, "alpha_pattern=.*is not an object"),
     ({"use_rslora": "false"}, "use_rslora='false'"),
     ({"target_modules": ["v_proj"]}, "q_proj.weight, which its target_modules do not name"),
     ({"target_modules": r".*v_proj"}, "q_proj.weight, which its target_modules do not name"),
     ({"target_modules": None}, "target_modules=None is neither"),
-    ({"modules_to_save": 7}, "modules_to_save=7 is no list"),
+    ({"modules_to_save": 7}, "modules_to_save=7 is not a list"),
     ({"bias": "some"}, "bias='some' is none of"),
-    ({"alpha_pattern": None}, "alpha_pattern=None is no object"),
+    ({"alpha_pattern": None}, "alpha_pattern=None is not an object"),
 ]
 
 

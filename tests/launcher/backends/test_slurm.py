@@ -137,7 +137,7 @@ def test_tasks_spread_unevenly_over_nodes_know_each_other(slurm):
 )
 def test_the_commands_of_the_documents_run_as_printed(slurm, documented, start, ranks):
     """But for the number of ranks, for the sake of time."""
-    environ = {**slurm, "MASTER_ADDR": "127.0.0.1"}  # n1 is no name that is known here
+    environ = {**slurm, "MASTER_ADDR": "127.0.0.1"}  # n1 is not a name that is known here
     output = documented("running.md", start)(words=[(f"{ranks} 4", f"{ranks} 2")], environ=environ)
     assert sorted(re.findall(r"rank (\d) of 4, local rank (\d), hosts 1", output)) == [
         (str(rank), str(rank % 2)) for rank in range(4)

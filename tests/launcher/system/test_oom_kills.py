@@ -26,7 +26,7 @@ def write(folder, files, count):
     [
         ("0::/pod/rank\n", "pod/rank", UNITED, "memory.max is 512 MiB"),
         ("0::/elsewhere\n", "", UNITED, "memory.max is 512 MiB"),
-        ("4:memory:/pod\n0::/\n", "memory/pod", SPLIT, "memory.limit_in_bytes is no limit"),
+        ("4:memory:/pod\n0::/\n", "memory/pod", SPLIT, "memory.limit_in_bytes is not a limit"),
     ],
 )
 def test_kill_in_the_cgroup_is_told_with_its_counter_and_limit(tmp_path, own, place, files, limit):

@@ -232,12 +232,12 @@ def _span(start, took, **other):
         ([_span(10**400, 1)], "out of all time"),
         ([_span(1, float("nan"))], "out of all time"),
         ([_span(1, 1, ph="Q")], "unknown kind"),
-        (None, "is no trace"),
+        (None, "is not a trace"),
     ],
 )
 def test_a_file_that_is_no_trace_is_an_error(tmp_path, events, message):
     (tmp_path / "out.json").write_text(json.dumps({"traceEvents": events}))
-    with pytest.raises(ValueError, match=r"out\.json is no trace") as raised:
+    with pytest.raises(ValueError, match=r"out\.json is not a trace") as raised:
         merge_traces.read([tmp_path / "out.json"])
     assert message in str(raised.value)
 
@@ -245,7 +245,7 @@ def test_a_file_that_is_no_trace_is_an_error(tmp_path, events, message):
 def test_a_file_that_nests_without_end_is_no_trace(tmp_path):
     """It was a RecursionError."""
     (tmp_path / "out.json").write_text('{"traceEvents": ' + "[" * 200_000)
-    with pytest.raises(ValueError, match=r"out\.json is no trace"):
+    with pytest.raises(ValueError, match=r"out\.json is not a trace"):
         merge_traces.read([tmp_path / "out.json"])
 
 
@@ -362,7 +362,7 @@ def test_the_summary_has_a_line_for_each_rank(tmp_path, command):
 def test_the_trace_command_refuses_a_file_that_is_no_trace(tmp_path, usage_error):
     for text in ("[]", "print('hello')"):
         (tmp_path / "out.json").write_text(text)
-        assert "out.json is no trace" in usage_error("trace", str(tmp_path / "out.json"))
+        assert "out.json is not a trace" in usage_error("trace", str(tmp_path / "out.json"))
 
 
 def test_spans_within_a_wait_count_as_waiting_once():

@@ -125,7 +125,7 @@ def test_a_library_that_is_no_nccl_is_named(tmp_path):
     (tmp_path / "other.c").write_text("int other(void) { return 1; }")
     path = tmp_path / "libother.so"
     subprocess.run(["gcc", "-shared", "-o", path, tmp_path / "other.c"], check=True)
-    with pytest.raises(Unsupported, match="has no ncclGetVersion, so it is no NCCL"):
+    with pytest.raises(Unsupported, match="has no ncclGetVersion, so it is not NCCL"):
         nccl_library.find(str(path))
 
 
