@@ -81,8 +81,8 @@ class Coordinator(Collectives):
 
     Raises CoordinatorTimeout if not every rank comes in time, CoordinatorError if the ranks do not
     belong together. One thread at a time makes collective calls; several Coordinators are
-    independent. A process forked from a rank is none: it closes what it inherited, and makes its
-    own. Every collective call returns only once all ranks of the group have made it.
+    independent. A process forked from a rank is not a rank: it closes what it inherited, and makes
+    its own. Every collective call returns only once all ranks of the group have made it.
     """
 
     def __init__(

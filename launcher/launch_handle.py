@@ -54,7 +54,7 @@ class Launch:
         timeout_s: TimeoutError after so long, and the launch goes on.
         """
         if self.poll() is None and not self._wait_for_end(timeout_s):
-            raise TimeoutError(f"the launch still runs after {timeout_s:g} s of waiting for it")
+            raise TimeoutError(f"the launch did not finish within {timeout_s:g} s")
         return self._results.result()
 
     def _wait_for_end(self, timeout_s: float | None) -> bool:

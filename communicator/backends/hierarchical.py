@@ -3,7 +3,7 @@
 comm = Communicator(coor, backend="hierarchical")     # selected where ranks span nodes
 comm.allreduce(torch.ones(4))
 
-The first ranks of all nodes are a column, so are the second ones, and so on; on a node with fewer
+Column 0 is the first rank of every node, column 1 the second, and so on; on a node with fewer
 ranks than the largest, one rank is in several. Each column moves its part of a large tensor, so
 that all ranks of a node share its network's work; the first column moves small ones. A reduction is
 done in order of rank inside each node, and then over the nodes, once, so that every rank has the

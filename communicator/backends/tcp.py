@@ -1,4 +1,4 @@
-"""Tensors over connections of our own, one between any two ranks, each end proved to the other."""
+"""Moves tensors over a full mesh of mutually authenticated TCP connections."""
 
 from __future__ import annotations
 

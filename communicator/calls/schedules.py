@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-HOP_NBYTES = 1 << 13  # as long as a message takes to arrive, a link carries about so many bytes
+HOP_NBYTES = 1 << 13  # bytes that a link carries in one message latency
 SMALL_NBYTES = 1 << 14  # of a message that mostly waits
 PIECE_NBYTES = 60 << 10  # of a message, sent in turn: it is with its headers one of Linux' packets
 FLIGHT_NBYTES = 2 * PIECE_NBYTES  # a rank has on its way at once
@@ -22,7 +22,7 @@ MAX_PIECES = 1 << 10  # of a message
 MAX_ADDITIONS = 1 << 6  # by which a rank adds its part of a tensor, one while the next is fetched
 SHARED_NBYTES = 1 << 20  # from this size on two ranks share the additions of an allreduce
 MAX_DIRECT = 8  # ranks that gather small messages from each other, and not in log2 rounds
-MESSAGE_NBYTES = 1 << 10  # as long as a message keeps a processor, a link carries so many bytes
+MESSAGE_NBYTES = 1 << 10  # bytes that a link carries while a message keeps a processor
 Slice = tuple[int, int]
 
 
@@ -103,7 +103,7 @@ def pairwise(
 
 
 def num_pieces(nbytes: int, most: int = MAX_PIECES) -> int:
-    """The pieces of so many bytes, which are larger ones where they would be too many."""
+    """The number of pieces to cut the bytes into; at most `most`, and then each is larger."""
     return min(-(-nbytes // PIECE_NBYTES), most) or 1
 
 

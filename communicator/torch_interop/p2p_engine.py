@@ -577,7 +577,7 @@ class P2PEngine:
             self._set_buffered(arrival.src, arrival.nbytes)
 
     def _drop(self, kind: int, arrival: _Arrival, incoming: _Incoming) -> None:
-        """Read over a message of a group that was closed here; its sender hears that."""
+        """Skip a message for a group that was closed here; its sender is notified."""
         if kind == MESSAGE:
             self._confirm(arrival.src, arrival.nbytes)
             self._buffer(arrival, incoming)

@@ -129,7 +129,7 @@ class GroupStatus(Protocol):
     def drop(self) -> None: ...
 
 
-# For how long it has not been heard of, whether it is suspended, and its calls
+# Seconds since it was last heard from, whether it is suspended, and its calls
 RankState = tuple[float, bool, Mapping[str, CallStatus]]
 
 

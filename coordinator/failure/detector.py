@@ -81,7 +81,7 @@ class FailureDetector:
     # ---- while waiting in a call ----
 
     def check(self, pending: PendingCall) -> None:
-        """Return if there is still reason to wait; else raise why not."""
+        """Return if the call should keep waiting; otherwise raise the reason."""
         self.session.heartbeat.sync()
         self.check_group(pending)
         exited = self.monitor.awaited_exits()

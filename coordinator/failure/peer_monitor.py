@@ -163,7 +163,7 @@ class PeerMonitor:
         return [rank for rank in self._local if not self._read_status(rank).has_arrived]
 
     def awaited_exits(self) -> list[ObservedRank]:
-        """The ranks that are waited for and will not come any longer."""
+        """Awaited ranks that can no longer arrive."""
         exited = self.exited({*self.missing(), *tuple(self._lost)})
         missing = self.missing() if exited else ()  # some came, and then left
         awaited = {*missing, *self._remote} if exited else ()

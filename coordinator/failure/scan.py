@@ -24,7 +24,7 @@ MAY_RECOVER = (FailureReason.SUSPENDED, FailureReason.UNREACHABLE)
 class FailureScan:
     """The failed ranks of a group so far. Any thread may scan.
 
-    A rank that was suspended or unreachable and is well again is not a failure any longer.
+    A rank that recovers from being suspended or unreachable is no longer a failure.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class FailureScan:
         return observed
 
     def _patience_s(self, rank: ObservedRank) -> float:
-        """Seconds that it must be seen unwell: at least twice, and not only since a moment ago."""
+        """Seconds for which a rank must look unwell before it counts: two scans at least."""
         return max(self._timings.suspended_s - rank.since_s, self._timings.membership_s)
 
     def _observe(self, peer: Peer) -> ObservedRank | None:

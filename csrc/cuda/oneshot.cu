@@ -137,7 +137,7 @@ __device__ uint32_t next_generation(const Params& params, int rank) {
     return params.arena[rank]->generation[blockIdx.x] + 1;
 }
 
-// The last block of a launch gives the arena free.
+// The last block of a launch releases the arena.
 __device__ void finish(const Params& params, int rank, uint32_t generation) {
     Arena& arena = *params.arena[rank];
     __syncthreads();  // every thread has read the counter, and the buffers

@@ -71,7 +71,7 @@ def _size(text: str, low: int = 0) -> str:
 
     try:
         if nbytes(text) < low:
-            raise PlanError(f"at {text} per second nothing is ever read")
+            raise PlanError(f"--bandwidth must be greater than 0, and is {text}")
     except PlanError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text

@@ -272,7 +272,7 @@ def _chosen(launch: str | None) -> list[rank_view.ViewedRank]:
              for key, ranks in launches.items()]  # fmt: skip
     missing = "Several launches run"
     if launch:
-        missing = f"{launch} is not a launch on this host whose ranks have a Coordinator"
+        missing = f"no launch {launch!r} with a Coordinator runs on this host"
     raise DrumlineError(f"{missing}. Name one of these:{''.join(lines)}")
 
 

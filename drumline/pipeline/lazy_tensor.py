@@ -55,7 +55,7 @@ class LazyTensor(torch.Tensor):
         if self.value is None:
             raise DrumlineError(
                 "a tensor of a layer on another rank is not here: the call that was to compute it "
-                "failed, or it had not been looked at before and was left there; run again."
+                "failed, or it was never read before, so it was not sent back; repeat the call."
             )
         return self.value
 

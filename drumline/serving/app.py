@@ -291,7 +291,7 @@ class Service:
                 )
                 raise protocol.ApiError(413, text, "invalid_request_error", "body_too_large")
             if self._bodies_nbytes > MAX_BODIES_NBYTES and len(content) > SHORT_BODY_NBYTES:
-                text = "Too many long bodies are being read; send it again later."
+                text = "Too many large request bodies are in progress; retry later."
                 raise protocol.ApiError(429, text, "rate_limit_error", "server_busy")
 
     def _parse(self, kind: type[Any], content: bytes | bytearray) -> Any:

@@ -198,10 +198,12 @@ def _read_key(host: str, key_file: str | None) -> str | None:
     except (OSError, UnicodeError) as error:
         raise DrumlineError(
             f"rank 0: the key in {key_file} cannot be read ({error}), so no client could connect; "
-            "write a key of 32 letters there."
+            "write a random key there, such as 32 characters."
         ) from error
     if key == "":
-        raise DrumlineError(f"rank 0: the key in {key_file} is empty; write a key of 32 letters.")
+        raise DrumlineError(
+            f"rank 0: the key in {key_file} is empty; write a random key, such as 32 characters."
+        )
     if key is None and not _is_loopback(host):
         raise DrumlineError(
             f"rank 0: there is no key, so everyone who reaches {host} could use the model; write "

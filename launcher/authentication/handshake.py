@@ -326,7 +326,7 @@ class AuthenticatedListener:
             self._decide(pending)
 
     def _why_left(self, received: bytes) -> str:
-        """Nothing of it is proved: who is not ours can say the same."""
+        """None of this is authenticated: a stranger could send the same."""
         if len(received) == len(self._credentials.fingerprint()):
             return "is of another launch: its launch id, or its number of ranks, is another"
         return "left in the middle of the handshake: a rank that was ended, or a stranger"

@@ -77,7 +77,7 @@ def add_options(run: argparse.ArgumentParser) -> None:
     run.add_argument("--patience", **PATIENCE_OPTION)
     bind_help = "pin each rank to its own cores; OMP_NUM_THREADS is their number in local launches"
     run.add_argument("--bind", action="store_true", help=bind_help)
-    encrypt_help = "encrypt what passes between ranks, but in shared memory; NCCL, gloo, MPI cannot"
+    encrypt_help = "encrypt traffic between ranks (not shared memory; NCCL, gloo, MPI cannot)"
     run.add_argument("--encrypt", action="store_true", help=encrypt_help)
     preload_help = "import once, before the ranks are forked; default: by the script; '' for none"
     run.add_argument("--preload", action="append", metavar="MODULE", help=preload_help)

@@ -110,7 +110,7 @@ def _check_for_silent_ranks(
     if silent and all({*failure.blames} & {*silent} for failure in causes):
         ranks = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
         raise LaunchError(
-            f"{ranks} ended without a word: the process, or the one of the launcher around it, was "
+            f"{ranks} exited without reporting anything: the process, or its launcher, was "
             "killed from outside.",
             failures,
             128 + signal.SIGKILL,

@@ -138,12 +138,13 @@ class NodeFollower:
         except ConnectionBroken:
             return "the first node closed the connection"
         except NO_LAUNCH:
-            return "what listens there is no launch"
+            return "the process listening there is not a drumline launch"
         except ConnectionRefusedError as error:
             if self._stays and self._heard_s > 0:
                 raise LaunchError(
-                    f"the command of the first node, at {self._place}, has ended without a word, "
-                    "and all ranks here with it. Start it again, and then this one."
+                    f"the command of the first node, at {self._place}, has exited without "
+                    "reporting anything, and all ranks here with it. Start it again, and then "
+                    "this one."
                 ) from None
             return str(error.strerror)
         except OSError as error:

@@ -110,7 +110,7 @@ def _preload(plan: ForkPlan) -> Callable[[], object]:
     """Import, and return a call for each rank that makes its random numbers its own again."""
     os.environ.update(plan.environment)
     collects_garbage = gc.isenabled()
-    gc.disable()  # it finds nothing in what is imported, and takes a tenth of the time of it
+    gc.disable()  # it frees nothing during these imports and costs 10 % of their time
     had_numpy = "numpy.random" in sys.modules
     for names in plan.preload.imports:
         try:

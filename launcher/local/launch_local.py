@@ -134,7 +134,9 @@ def _note_missing_devices(plan: ForkPlan, output: Output) -> None:
     without = [setup.info.rank for setup in plan.ranks if "device" not in setup.info.extras]
     count = len(plan.ranks) - len(without)
     if count and without:
-        output.notice(f"{count} GPUs for {len(plan.ranks)} ranks: rank {without[0]} on have none")
+        output.notice(
+            f"{count} GPUs for {len(plan.ranks)} ranks: ranks {without[0]} and up have none"
+        )
 
 
 def _close(plan: ForkPlan) -> None:

@@ -143,7 +143,7 @@ class KernelState:
                 "stream of the other calls, or let the streams wait for each other."
             )
         raise CommunicatorTimeout(
-            f"{name(rank)}: the one-shot kernel of {name(culprit)} waited in vain for "
+            f"{name(rank)}: the one-shot kernel of {name(culprit)} timed out waiting for "
             f"{name(missing)}, which did not make the same call or exited. Results since then are "
             "not to be used. Close the communicator and make a new one."
         )

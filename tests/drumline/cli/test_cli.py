@@ -122,7 +122,7 @@ BAD = [
     ("plan", "--memory 1.5.2MiB", "is not a size"),
     ("plan", "--memory 1MiB --ranks 0", "not a number from 1 on"),
     ("plan", "--memory 1MiB --batch -1", "not a number from 1 on"),
-    ("plan", "--memory 1MiB --bandwidth 0", "nothing is ever read"),
+    ("plan", "--memory 1MiB --bandwidth 0", "must be greater than 0"),
     ("plan", "--memory 1MiB --hop nan", "not a number from 0 on"),
     ("generate", "--prompt 5 --seed 18446744073709551616", "64 bits"),
     ("generate", "--prompt 5 --max-new-tokens 0", "not a number from 1 on"),

@@ -431,7 +431,10 @@ def test_messages_that_come_at_once_are_obeyed_at_once():
 @pytest.mark.parametrize("message", [{"node": 1}, {"problem": "", "x": 1}])
 def test_what_answers_as_no_launch_does_is_not_blamed_on_the_address(message):
     with followed(message, {"go": 1}) as follower:
-        assert follower._try_to_join(time.monotonic() + 60) == "what listens there is no launch"
+        assert (
+            follower._try_to_join(time.monotonic() + 60)
+            == "the process listening there is not a drumline launch"
+        )
 
 
 def test_the_last_word_of_the_first_node_is_an_error_and_no_command_of_the_terminal():

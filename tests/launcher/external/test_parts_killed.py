@@ -65,7 +65,7 @@ def parts(command):
     [
         ("reaper", "the process that supervises the backend launcher was killed by SIGKILL"),
         soak("agent", "torchrun, or a process that it runs, was killed by SIGKILL"),
-        ("wrapper", "rank 1 ended without a word"),
+        ("wrapper", "rank 1 exited without reporting anything"),
         soak("rank", "rank 1 (local rank 1, pid "),
     ],
 )
