@@ -128,7 +128,7 @@ class LoadOptions:
     @property
     def shards_layers(self) -> bool:
         """True if the layers themselves are to be split."""
-        arguments = (self.tp, self.mesh, self.tp_plan, self.reader, self.build_on)
+        arguments = (self.tp, self.mesh, self.tp_plan, self.reader)
         return any(argument is not None for argument in arguments)
 
     @property

@@ -57,7 +57,7 @@ def _candidates(
         inputs = collect_plan_inputs(coor, path, options)
         speeds = measure_speeds(coor, inputs.free_nbytes, inputs.checkpoint.dtype, options.backend)
         options = replace(options, speeds=speeds)
-        if options.cuda_graphs or not _have_own_devices(coor, inputs):
+        if options.cuda_graphs or options.gguf or not _have_own_devices(coor, inputs):
             return [options]
         groups = measure_group_speeds(coor, own_device(coor), inputs.checkpoint.dtype)
         sizes = _faster_sizes(inputs, groups, speeds)

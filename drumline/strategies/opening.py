@@ -75,7 +75,8 @@ def open_checkpoint(
         adapter, files = weight_format("lora_adapter").find_adapter(coor, options.adapter, files)
     config = choose_config(files.config, options.config)
     check_same_on_all_ranks(coor, {"config": config.to_json_string()})
-    files = replace(files, config=config, maps=not options.disable_mmap)
+    maps = not (options.disable_mmap or options.shards_layers)  # shards are read, as documented
+    files = replace(files, config=config, maps=maps)
     return run_on_all_ranks(coor, lambda: _described(files, generation, adapter, options))
 
 

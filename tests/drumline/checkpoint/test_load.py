@@ -607,6 +607,20 @@ def is_mapped(path) -> bool:
     return str(path) in linux.read_proc("self/maps")
 
 
+def test_shards_are_read_and_no_pages_of_the_files(ranks, checkpoints):
+    """For a while tp= mapped what it could, and whoever wrote to the files changed the model."""
+    _, path = checkpoints.llama()
+
+    def rank(info):
+        with Coordinator(info, timeout_s=30) as coor, drumline.load(path, coor=coor, tp=2) as model:
+            lines = [line.split() for line in linux.read_proc("self/maps").splitlines()]
+            pages = [line[0].split("-") for line in lines if line[-1].startswith(str(path))]
+            spans = [range(int(first, 16), int(last, 16)) for first, last in pages]
+            return [n for n, p in model.named_parameters() if any(p.data_ptr() in s for s in spans)]
+
+    assert ranks(rank, 2) == [[], []]
+
+
 def test_weights_are_pages_of_the_files_which_nobody_writes_to(checkpoints, on_master, tmp_path):
     """Reading them took up to seven times as long as from_pretrained, which maps files."""
     plain, path = checkpoints.llama()

@@ -38,6 +38,11 @@ def test_an_option_is_taken_where_it_has_a_meaning_and_refused_elsewhere(rule, w
     assert re.search(r"leave|use|here the device_map says", text), "what to do"
 
 
+def test_build_on_has_no_effect_on_how_the_model_is_spread():
+    """It made load() shard every layer over all ranks, while its help said "without effect"."""
+    assert LoadOptions(build_on="meta").way == WHOLE
+
+
 def test_the_table_in_the_documents_is_the_one_that_is_held():
     page = (ROOT / "docs" / "drumline.md").read_text()
     table = page.split("| option | whole layers |")[1].split("\n\n")[0]
