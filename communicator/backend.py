@@ -55,6 +55,28 @@ class Capabilities:
     encrypts: bool = False
 
 
+RENAMED = (
+    "open",
+    "close",
+    "send",
+    "recv",
+    "barrier",
+    "broadcast",
+    "reduce",
+    "allreduce",
+    "allgather",
+    "allgatherv",
+    "reduce_scatter",
+    "reduce_scatterv",
+    "alltoall",
+    "gather",
+    "scatter",
+    "group",
+    "decline",
+)
+"""Methods of Backend whose names began with do_, until the release before."""
+
+
 class Backend(CollectivesFromP2P):
     """Moves tensors among the ranks of a Coordinator, for a Communicator that makes it.
 
@@ -73,6 +95,16 @@ class Backend(CollectivesFromP2P):
     is_closed = False
     disowned: CommunicatorError | None = None  # why a forked child cannot use it
     _num_compared = 0  # collectives
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise TypeError for methods that nothing would call."""
+        super().__init_subclass__(**kwargs)
+        if former := [name for name in RENAMED if f"do_{name}" in vars(cls)]:
+            changes = ", ".join(f"do_{name} to {name}" for name in former)
+            raise TypeError(
+                f"class {cls.__name__}: no Communicator calls methods of a backend by their former "
+                f"names, so they would have no effect. Rename {changes}."
+            )
 
     def __init__(
         self,
@@ -216,6 +248,15 @@ class Backend(CollectivesFromP2P):
             and torch.cuda.is_available()
             and torch.cuda.is_current_stream_capturing()
         )
+
+    def check_outside_capture(self, call: str) -> None:
+        """Raise CommunicatorError if no call can be made, or this one not inside a capture."""
+        self.check_open(call)
+        if self.is_capturing():
+            raise CommunicatorError(
+                f"{self._me}: {call} inside the capture of a graph, which it would break. "
+                "Call it before the capture."
+            )
 
     def check_peers(self, call: str) -> None:
         """Raise PeerLost if a peer that the call would wait for is known dead."""

@@ -160,18 +160,21 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
 
         Collective over those ranks; over NCCL, which is quicker so, over all ranks of this one.
         """
-        self._backend.check_open("split")
+        self._backend.check_outside_capture("split")
         coor = self.coor.split(ranks)
-        options = self._backend.part_options(ranks)
-        if coor is None:
-            return None
-        if options is not None:
-            child = Communicator._of(type(self._backend), coor, **options)
-        else:
-            where: Any = {"device_type": self.device_type}
-            if self._backend.is_gpu_named:
-                where = {"device": self.device}
-            child = Communicator(coor, **where, **self._choice)
+        try:
+            options = self._backend.part_options(ranks)
+            if coor is None:
+                return None
+            if options is not None:
+                child = Communicator._of(type(self._backend), coor, **options)
+            else:
+                gpu = self.device if self._backend.is_gpu_named else None
+                child = Communicator(coor, device_type=self.device_type, device=gpu, **self._choice)
+        except BaseException:
+            if coor is not None:
+                coor.close()
+            raise
         child._part_coor = coor
         return child
 
@@ -375,8 +378,9 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
     def close(self) -> None:
         """Free what the backend holds. Not collective; over NCCL every rank closes.
 
-        Calling it twice, or in a forked process, does nothing. Not while another thread waits in a
-        call: abort() ends that first, where there is one.
+        Twice, or in a forked process, it does nothing. Not while another thread waits in a call:
+        abort() ends that first, where there is one. Over NCCL it raises CommunicatorError, and all
+        stays open, while a CUDA graph that captured calls is alive: reset() the graph first.
         """
         self._close(is_failing=sys.exc_info()[0] is not None)
 
@@ -384,16 +388,13 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
         if self._closed or self._pid != os.getpid():
             return
         if self._background is not None:
-            self._background.close()  # what was started still runs
+            self._background.join()  # what was started still runs; finish() may leave all open
         problem = self._backend.finish()
         self._closed = self._backend.is_closed = True
-        if self._messages is not None:
-            self._messages.close()
-        self._backend.close()
-        if self._part_coor is not None:
-            self._part_coor.close()
-        if self._recorder is not None:
-            self._recorder.close()
+        opened = (self._messages, self._backend, self._part_coor, self._recorder, self._background)
+        for part in opened:
+            if part is not None:
+                part.close()
         if problem is not None and not is_failing:
             raise problem
         if problem is not None:
@@ -421,8 +422,7 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
             self.close()
 
     def __repr__(self) -> str:
-        kind = type(self._backend).__name__
-        return f"{kind}(rank={self.rank}, world_size={self.world_size})"
+        return f"{type(self._backend).__name__}(rank={self.rank}, world_size={self.world_size})"
 
     @property
     def device(self) -> torch.device:

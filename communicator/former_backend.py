@@ -9,32 +9,22 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from communicator.backend import Backend
-
-RENAMED = (
-    "open",
-    "close",
-    "send",
-    "recv",
-    "barrier",
-    "broadcast",
-    "reduce",
-    "allreduce",
-    "allgather",
-    "allgatherv",
-    "reduce_scatter",
-    "reduce_scatterv",
-    "alltoall",
-    "gather",
-    "scatter",
-    "group",
-    "decline",
-)
-"""Methods of Backend whose names began with do_."""
+from communicator.backend import RENAMED, Backend
 
 
 class FormerBackend(Backend):
     """A backend whose methods are called do_open, do_send and so on, as they were before."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Allow the former names, and raise TypeError for those that users call."""
+        super(Backend, cls).__init_subclass__(**kwargs)
+        if overridden := [name for name in RENAMED if name in vars(cls)]:
+            raise TypeError(
+                f"class {cls.__name__}(Communicator) overrides {', '.join(overridden)}, and calls "
+                "of users no longer go through methods of a backend. Derive from "
+                "communicator.Backend, where these are the methods that were called do_..., and "
+                "get checked arguments."
+            )
 
 
 def _calling_former(name: str) -> Any:
@@ -57,6 +47,8 @@ class BaseOfFormerBackends(type):
     ) -> Any:
         if not any(isinstance(base, BaseOfFormerBackends) for base in bases):
             return super().__new__(cls, name, bases, namespace, **kwargs)
+        former = (FormerBackend if isinstance(base, cls) else base for base in bases)
+        backend = type(name, tuple(former), namespace, **kwargs)
         warnings.warn(
             f"class {name}(Communicator): derive a backend from communicator.Backend, and rename "
             "its methods do_send to send, do_open to open, and so on. The old names go in the next "
@@ -64,8 +56,7 @@ class BaseOfFormerBackends(type):
             DeprecationWarning,
             stacklevel=2,
         )
-        former = (FormerBackend if isinstance(base, cls) else base for base in bases)
-        return type(name, tuple(former), namespace, **kwargs)
+        return backend
 
     def __getattr__(cls, name: str) -> Any:
         """A default of Backend under its former name, as `do_barrier = Communicator.do_barrier`."""

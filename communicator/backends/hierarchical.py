@@ -60,6 +60,7 @@ class Hierarchical(Backend):
     """
 
     name = "hierarchical"
+    _network: Any = None  # until it is open
     capabilities = Capabilities(empty_messages=True, empty_collectives=True, encrypts=True)
 
     @classmethod
@@ -122,7 +123,8 @@ class Hierarchical(Backend):
 
     def disown(self, error: CommunicatorError) -> None:
         super().disown(error)
-        self._network.disown(error)
+        if self._network is not None:
+            self._network.disown(error)
 
     def set_timeout(self, timeout_s: float) -> None:
         super().set_timeout(timeout_s)

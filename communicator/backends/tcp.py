@@ -116,6 +116,7 @@ class Tcp(ScheduledCollectives, Backend):
     """
 
     name = "tcp"
+    ended_by: DrumlineError | None = None  # the error of all later calls
     capabilities = Capabilities(empty_messages=True, empty_collectives=True, encrypts=True)
 
     @classmethod
@@ -123,7 +124,6 @@ class Tcp(ScheduledCollectives, Backend):
         return 20
 
     def open(self) -> None:
-        self.ended_by: DrumlineError | None = None  # of all later calls
         self.collective = ""  # the call in progress, which its messages name
         self._queue = WorkQueue()
         self._silent_s = silent_s(self.coor)

@@ -26,7 +26,7 @@ def allgather_along(
 
     allgather: the user's call of equal parts. A mistake is raised on all ranks.
     """
-    _check(calls, "allgather", tensor, out)
+    _check_no_out(calls, "allgather", out)
     return calls.or_decline(lambda: _allgathered(calls, allgather, tensor, dim, sizes))
 
 
@@ -37,6 +37,7 @@ def _allgathered(
     dim: int | None,
     sizes: Sequence[int] | None,
 ) -> torch.Tensor:
+    calls.backend.check_tensor("allgather", tensor)
     if sizes is None:
         rows = allgather(tensor)
         return join_rows(rows, check_dim(calls.rank_name(), "allgather", tensor, dim))
@@ -67,7 +68,7 @@ def reduce_scatter_along(
 
     reduce_scatter: the user's call of equal parts. A mistake is raised on all ranks.
     """
-    _check(calls, "reduce_scatter", tensor, out)
+    _check_no_out(calls, "reduce_scatter", out)
     return calls.or_decline(lambda: _reduced(calls, reduce_scatter, tensor, op, dim, sizes))
 
 
@@ -79,6 +80,7 @@ def _reduced(
     dim: int | None,
     sizes: Sequence[int] | None,
 ) -> torch.Tensor:
+    calls.backend.check_tensor("reduce_scatter", tensor)
     dim = check_dim(calls.rank_name(), "reduce_scatter", tensor, dim)
     if sizes is None:
         share, rest = divmod(tensor.shape[dim], calls.world_size)
@@ -100,7 +102,6 @@ def _reduced(
     return out
 
 
-def _check(calls: CheckedCalls, call: str, tensor: torch.Tensor, out: torch.Tensor | None) -> None:
-    calls.backend.check_tensor(call, tensor)
+def _check_no_out(calls: CheckedCalls, call: str, out: torch.Tensor | None) -> None:
     if out is not None:
         raise ValueError(f"{calls.rank_name()}, {call}: out= goes with neither dim= nor sizes=")

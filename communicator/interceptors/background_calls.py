@@ -84,11 +84,15 @@ class BackgroundCalls(Interceptor):
     def around(self, name: str, call: Call) -> Call:
         @functools.wraps(call)
         def joined(*args: Any, **kwargs: Any) -> Any:
-            if not self._queue.is_current(threading.current_thread()):
-                self._queue.join()
+            self.join()
             return call(*args, **kwargs)
 
         return joined
+
+    def join(self) -> None:
+        """Return when all have ended; at once on the thread that runs them."""
+        if not self._queue.is_current(threading.current_thread()):
+            self._queue.join()
 
     def is_idle(self) -> bool:
         """True if all have ended."""

@@ -23,14 +23,20 @@ def track(comm: Any) -> None:
 def _keep_inherited() -> None:
     """In a forked child, never free the parent's Communicators: their threads are not there."""
     _inherited.extend(_live)
+    failed = []
     for comm in _inherited:
-        comm._disown(
-            CommunicatorError(
-                f"{comm.rank_name()}: process {os.getpid()} was forked from the rank and cannot "
-                "use its communicator: the peers would take it for the rank. Call from the rank "
-                "itself, or start the process as a rank of its own."
+        try:
+            comm._disown(
+                CommunicatorError(
+                    f"{comm.rank_name()}: process {os.getpid()} was forked from the rank and "
+                    "cannot use its communicator: the peers would take it for the rank. Call from "
+                    "the rank itself, or start the process as a rank of its own."
+                )
             )
-        )
+        except Exception as problem:  # of a vendor's backend: the others are still refused
+            failed.append(problem)
+    if failed:
+        raise ExceptionGroup("a forked process could not give up communicators", failed)
 
 
 os.register_at_fork(after_in_child=_keep_inherited)

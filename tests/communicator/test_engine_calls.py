@@ -7,7 +7,9 @@ import torch
 from torch.distributed import HashStore, ProcessGroup
 
 from communicator import Communicator, CommunicatorError, CommunicatorTimeout
+from communicator.backends.shm import Shm
 from coordinator import Coordinator, CoordinatorError
+from launcher import LaunchInfo
 
 BACKENDS = ("shm", "tcp")
 
@@ -217,6 +219,55 @@ def test_closing_ends_what_was_started_and_later_calls_are_refused(on_ranks):
             comm.barrier()
 
     on_ranks(body)
+
+
+class Unfinished(Shm):
+    """As NCCL while a CUDA graph that captured its calls is alive; nor can a part of it open."""
+
+    has_graph = True
+
+    def finish(self):
+        if self.has_graph:
+            raise CommunicatorError("a graph is alive")
+        return None
+
+    def part_options(self, ranks):
+        raise CommunicatorError("no part")
+
+    def is_capturing(self):
+        return getattr(self, "in_capture", False)
+
+
+def test_calls_can_be_started_after_a_close_that_left_the_communicator_open():
+    """Their thread had been ended before, so they waited without end."""
+    with Coordinator(LaunchInfo("alone")) as coor:
+        comm = Communicator(coor, Unfinished)
+        comm.start("barrier").wait()
+        with pytest.raises(CommunicatorError, match="a graph is alive"):
+            comm.close()
+        assert comm.start("allreduce", torch.ones(2)).wait(timeout_s=10).tolist() == [1, 1]
+        comm._backend.has_graph = False
+        comm.close()
+        with pytest.raises(CommunicatorError, match="closed"):
+            comm.start("barrier")
+
+
+def test_a_split_that_fails_keeps_no_coordinator_and_one_in_a_capture_makes_none(monkeypatch):
+    """The Coordinator of the part stayed open, and with it what it had connected."""
+    parts = []
+    split = Coordinator.split
+    monkeypatch.setattr(Coordinator, "split", lambda *args: parts.append(split(*args)) or parts[-1])
+    with Coordinator(LaunchInfo("alone")) as coor:
+        comm = Communicator(coor, Unfinished)
+        comm._backend.has_graph = False
+        with pytest.raises(CommunicatorError, match="no part"):
+            comm.split([0])
+        assert [part._closed for part in parts] == [True]
+        comm._backend.in_capture = True
+        with pytest.raises(CommunicatorError, match="split inside the capture"):
+            comm.split([0])
+        assert len(parts) == 1
+        comm.close()
 
 
 def test_an_error_is_not_held_up_by_a_call_that_was_started(ranks):

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from communicator import Backend, Communicator, CommunicatorError, Unsupported, conformance
+from communicator.backends.shm import Shm
+from communicator.backends.tcp import Tcp
 from coordinator import Coordinator
 from launcher import LaunchInfo
 
@@ -62,6 +64,31 @@ def test_a_class_that_derives_from_communicator_conforms_for_one_release(ranks):
             return total.tolist(), report.ok, comm.sums, comm.is_open
 
     assert ranks(body, 3) == [([3, 3], True, 1, False)] * 3
+
+
+def test_a_former_class_that_overrides_a_call_of_users_is_refused():
+    """Its allreduce(tensor) was called as a backend's: (out, tensor, op)."""
+    with pytest.raises(TypeError, match=r"class Acme\(Communicator\) overrides allreduce"):
+
+        class Acme(Communicator):
+            def allreduce(self, tensor, op="sum"):
+                return tensor
+
+    with pytest.raises(TypeError, match=r"Post.* overrides send, and"):
+
+        class Post(former()):
+            def send(self, tensor, dst):
+                self.do_send(tensor, dst)
+
+
+@pytest.mark.parametrize("kind", [Backend, Tcp, Shm])
+def test_a_former_name_in_a_class_derived_from_a_backend_is_refused(kind):
+    """It had no effect, and nothing said so."""
+    with pytest.raises(TypeError, match=r"class Logged: .* Rename do_allreduce to allreduce"):
+
+        class Logged(kind):
+            def do_allreduce(self, out, tensor, op):
+                pass
 
 
 def test_what_it_refuses_is_said_as_before(ranks_or_errors):

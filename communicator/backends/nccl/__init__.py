@@ -268,7 +268,7 @@ class Nccl(PluginBackend):
         Raises PeerLost if a peer died meanwhile (then results are not to be used), and
         CommunicatorTimeout if the stream is not done in time.
         """
-        self._check_outside_capture("synchronize")
+        self.check_outside_capture("synchronize")
         self._await_stream(self._stream, timeout_s)
         self.check()
 
@@ -479,7 +479,7 @@ class Nccl(PluginBackend):
         close() the last view itself does. A graph does not keep it alive.
         Raises CommunicatorError on every rank if one has no free memory.
         """
-        self._check_outside_capture("empty")
+        self.check_outside_capture("empty")
         self._memory.free_dropped()
         return self._memory.empty(shape, dtype)
 
@@ -490,20 +490,11 @@ class Nccl(PluginBackend):
     def mem_free(self, address: int) -> None:
         self._comm.mem_free(address)
 
-    def _check_outside_capture(self, call: str) -> None:
-        self.check_open(call)
-        if self.is_capturing():
-            raise CommunicatorError(
-                f"{self._me}: {call} inside the capture of a graph, which it would break. "
-                "Call it before the capture."
-            )
-
     def part_options(self, ranks: Sequence[int]) -> dict[str, Any]:
         """Options of a part, which is quicker made than new: NCCL knows the way between its ranks.
 
         Collective over all ranks of this one, with the same ranks.
         """
-        self._check_outside_capture("split")
         key = list(ranks).index(self.rank) if self.rank in ranks else 0
         color = 0 if self.rank in ranks else -1
         return {

@@ -39,3 +39,30 @@ def test_the_other_ranks_need_not_wait_for_their_deadline(ranks, backend):
             return True
 
     assert ranks(rank, 3) == [True] * 3
+
+
+WRONG_TENSOR = {
+    "allgather(sizes=)": (lambda comm, part: comm.allgather(part, sizes=[1, 2]), (1, 2)),
+    "allgather(dim=)": (lambda comm, part: comm.allgather(part, dim=1), (2, 2)),
+    "reduce_scatter(sizes=)": (lambda comm, part: comm.reduce_scatter(part, sizes=[1, 2]), (3, 3)),
+    "reduce_scatter(dim=)": (lambda comm, part: comm.reduce_scatter(part, dim=1), (2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TENSOR)
+def test_a_tensor_that_cannot_be_moved_is_declined_as_wrong_sizes_are(ranks, name):
+    """Its check stood before the one that tells the others, who waited for their deadline."""
+    call, numels = WRONG_TENSOR[name]
+
+    def rank(info):
+        with Coordinator(info) as coor, Communicator(coor, "shm", timeout_s=60) as comm:
+            part = torch.ones(numels[comm.rank], 2)
+            if comm.rank == 1:
+                with pytest.raises(ValueError, match=r"rank 1.*contiguous"):
+                    call(comm, torch.ones(numels[1], 4)[:, ::2])
+            else:
+                with pytest.raises(CommunicatorError, match="rank 1"):
+                    call(comm, part)
+            return call(comm, part) is not None
+
+    assert ranks(rank, 2) == [True] * 2

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from communicator import Communicator, CommunicatorError
+from communicator.backends.hierarchical import Hierarchical
+from communicator.backends.tcp import Tcp
+from communicator.interceptors import forks
 from communicator.interceptors.interceptor import CALLS, Interceptor, Order
 from coordinator import Coordinator
 from launcher import LaunchInfo
@@ -72,6 +75,39 @@ def test_an_interceptor_keeps_no_communicator_alive(comm):
     gc.collect()
     assert gone() is None
     note.remove()
+
+
+@pytest.mark.parametrize("kind", [Tcp, Hierarchical])
+def test_a_backend_that_is_not_open_yet_is_refused_in_a_forked_child(kind):
+    """Its AttributeError kept the child from refusing the other communicators."""
+    with Coordinator(LaunchInfo("alone")) as coor:
+        backend = kind(coor)
+        backend.disown(CommunicatorError("forked"))
+        with pytest.raises(CommunicatorError, match="forked"):
+            backend.check_open("barrier")
+
+
+def test_a_communicator_that_cannot_be_given_up_does_not_keep_a_child_from_the_others(monkeypatch):
+    refused = []
+
+    class Inherited:
+        def __init__(self, error):
+            self._error = error
+
+        def rank_name(self):
+            return "rank 0"
+
+        def _disown(self, error):
+            if self._error is not None:
+                raise self._error
+            refused.append(error)
+
+    broken, sound = Inherited(KeyError("of a vendor")), Inherited(None)
+    monkeypatch.setattr(forks, "_live", [broken, sound, broken])
+    monkeypatch.setattr(forks, "_inherited", [])
+    with pytest.raises(ExceptionGroup, match="could not give up") as caught:
+        forks._keep_inherited()
+    assert len(refused) == 1 and len(caught.value.exceptions) == 2
 
 
 def test_a_forked_child_is_refused_even_while_a_call_was_started(comm):
