@@ -23,6 +23,7 @@ help:
 	@echo "make test        run the tests (TESTS=tests/launcher for some of them)"
 	@echo "make test-lowest run what touches torch and transformers with the lowest versions that are promised"
 	@echo "make test-newest run what touches torch and transformers with the newest that pyproject.toml allows"
+	@echo "make budget      print the size of each folder beside its ceiling"
 	@echo "make soak        run the tests that take long (many ranks, many random faults)"
 	@echo "make sanitize    build the native parts with sanitizers, and run the tests that exercise them"
 	@echo "make lint        check format, style and types"
@@ -119,6 +120,11 @@ lint: $(VENV)/ready
 	@$(BIN)/ruff check $(CODE)
 	@$(BIN)/mypy
 	@$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*/*.h csrc/*/*/*.h csrc/*/*.cpp csrc/*/*/*.cpp csrc/*/*.cu examples/vendor_plugin/*.c)
+
+# WRITE=1 makes today's sizes the ceilings: a line of the review for each folder that grew.
+.PHONY: budget
+budget:
+	@python3 -m tests.programs.budget $(if $(WRITE),--write)
 
 .PHONY: format
 format: $(VENV)/ready

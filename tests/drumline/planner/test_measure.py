@@ -118,10 +118,10 @@ def on_two_ranks(path, ranks, **options):
         ("llama", [FAST], {}, {2}),
         ("llama", [SLOW], {}, {1}),
         ("llama", None, {}, {1, 2}),
-        ("llama", [FAST], {"use_safetensors": True}, {1}),
+        ("llama", [FAST], {"use_safetensors": True}, {2}),
         ("gpt2", [FAST], {}, {1}),
     ],
-    ids=["faster", "not faster", "as measured", "options for whole layers", "it cannot be cut"],
+    ids=["faster", "not faster", "as measured", "options of from_pretrained", "it cannot be cut"],
 )
 def test_ranks_of_a_node_share_layers_where_that_is_faster(
     checkpoints, ranks, monkeypatch, make, speeds, options, sharing
