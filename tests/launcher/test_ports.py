@@ -69,7 +69,7 @@ def test_master_port_is_used_or_a_usage_error(command, usage_error):
 @pytest.mark.parametrize("address", ["nowhere.invalid", "192.0.2.1", "1::2", "x" * 70])
 def test_an_address_of_another_node_is_an_error_at_the_first_port(address):
     """Each of the ports was tried, with a look-up of the name for each: for hours."""
-    with pytest.raises(OSError, match=r"no address of this node.*--master-addr"):
+    with pytest.raises(OSError, match=r"not an address of this node.*--master-addr"):
         launcher.listen("elsewhere", address)
 
 

@@ -43,7 +43,7 @@ def test_the_name_that_transformers_gives_an_axis_is_understood():
         ({"tp": 3}, "3 places and the launch 4"),
         ({"rows": 4}, "rows"),
         ({"tp": 4, "pp": 0}, "0 ranks along 'pp'"),
-        (4, "no mesh"),
+        (4, "not a mesh"),
         (Mesh({"tp": 4}, (0, 1, 2, 4)), "places"),
     ],
 )

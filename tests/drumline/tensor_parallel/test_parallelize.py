@@ -735,7 +735,7 @@ def test_shapes_that_disagree_are_found_before_the_first_value_is_wanted():
     [
         ({"up": "sideways"}, "sideways"),
         ({"side": "colwise"}, "does not have"),
-        ("manual", "no plan"),
+        ("manual", "not a plan"),
         ("auto", "carries no"),
     ],
 )
