@@ -194,8 +194,13 @@ def merge_proxies(whole: Cache, parts: Sequence[Cache]) -> None:
 
 def _register(cache: CacheProxy, op_log: CacheOpLog) -> None:
     cache.op_log, cache.number, cache.grown = op_log, op_log.next_cache(), {}
-    # The log, whose failure may hold this cache, is not to live by it.
-    weakref.finalize(cache, _forget, weakref.ref(op_log), cache.number).atexit = False
+    forget_with(cache, op_log, cache.number)
+
+
+def forget_with(owner: object, op_log: CacheOpLog, number: int) -> None:
+    """Have the other ranks forget the cache of a number when its owner here is gone."""
+    # The log, whose failure may hold the owner, is not to live by it.
+    weakref.finalize(owner, _forget, weakref.ref(op_log), number).atexit = False
 
 
 def _forget(op_log: weakref.ref[CacheOpLog], number: int) -> None:

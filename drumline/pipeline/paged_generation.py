@@ -8,6 +8,8 @@ follow. There is no log of what a cache holds, so a pass that fails leaves nothi
 
 from __future__ import annotations
 
+import logging
+import threading
 import weakref
 from collections import Counter
 from functools import cached_property
@@ -17,10 +19,13 @@ import torch
 
 from drumline.contact.model_parts import attention_of
 from drumline.core.device_map import Place
-from drumline.errors import DrumlineError, PlanError, RefusedUse
+from drumline.errors import DrumlineError, PeerLost, PlanError
 from drumline.kv_cache.owner import make_pool
+from drumline.kv_cache.proxy import forget_with
 from drumline.pipeline.driver import PipelineDriver
 from drumline.pipeline.remote_layer import cache_layers
+
+log = logging.getLogger("drumline")
 
 MAX_UNTOLD_TOKENS = 1 << 12
 """Of a request, where neither it nor the model's config says how long it can be."""
@@ -35,7 +40,7 @@ class PoolsOfRanks:
         self.number = 0
         if driver is not None:
             self.number = driver.next_cache()
-            weakref.finalize(self, driver.forget, self.number)
+            forget_with(self, driver, self.number)
         self._record("create_pool", *shape)
 
     def begin_step(self, *tensors: torch.Tensor) -> None:
@@ -59,18 +64,43 @@ class BatchedRanks:
         self.model, self.driver = model, model._driver
         self.loaded_attention = str(attention_of(model.config))
         self._managers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lock = threading.Lock()  # a thread that ends may not change what another's step uses
+
+    def check_there(self) -> None:
+        """Raise PeerLost if a rank was lost, after which the model may be loaded anew already.
+
+        Other ranks know nothing of these pools, and their layers attend as they were loaded.
+        """
+        if self._are_there:
+            return
+        lost = getattr(self.driver, "lost", None)
+        if lost is not None and not hasattr(self.model, "_replanner"):
+            raise lost
+        raise PeerLost(
+            lost.what if lost else "rank 0: the model was loaded again after a rank was lost",
+            lost.failures if lost else (),
+            "The tokens that this manager kept are gone; make a new manager with "
+            "init_continuous_batching().",
+        )
+
+    @property
+    def _are_there(self) -> bool:
+        return self.driver is self.model._driver and getattr(self.driver, "lost", None) is None
 
     def use_attention(self, manager: Any, name: str) -> None:
         """Have all layers attend so as long as a manager is there."""
-        self._managers.add(manager)
-        if attention_of(self.model.config) != name:
-            self.model._use_attention(name)
+        with self._lock:
+            self._managers.add(manager)
+            if attention_of(self.model.config) != name:
+                self.model._use_attention(name)
 
     def release_attention(self, manager: Any) -> None:
         """Have all layers attend as they were loaded, unless another manager is there."""
-        self._managers.discard(manager)
-        if not self._managers and attention_of(self.model.config) != self.loaded_attention:
-            self.model._use_attention(self.loaded_attention)
+        with self._lock:
+            self._managers.discard(manager)
+            is_changed = attention_of(self.model.config) != self.loaded_attention
+            if not self._managers and is_changed and self._are_there:
+                self.model._use_attention(self.loaded_attention)
 
     def make_pools(self, *shape: list[int]) -> PoolsOfRanks:
         return PoolsOfRanks(self.driver, *shape)
@@ -146,32 +176,34 @@ class PagedGenerationMixin:
 
         Raises RefusedUse for settings that one process alone can have, and DrumlineError for a
         model whose attention is not over pages. If a rank is lost, the manager's thread ends, and
-        PeerLost is raised to whoever adds a request, waits for a result or stops it.
+        PeerLost is raised to whoever adds a request, waits for a result or stops it; a handler of
+        results gets an output that failed.
         """
         from drumline.contact.batching import paged_batches
 
-        settings = continuous_batching_config or paged_batches.BatchSettings()
+        generation: Any = generation_config or getattr(self, "generation_config", None)
+        settings = (
+            continuous_batching_config
+            or getattr(generation, "continuous_batching_config", None)
+            or paged_batches.BatchSettings()
+        )
         refused = paged_batches.refused_settings(settings)
         is_on_cpu = self.device.type == "cpu"  # type: ignore[attr-defined]
         if self._driver is None and self._prefetcher is None and (refused or not is_on_cpu):
             return super().init_continuous_batching(  # type: ignore[misc]
                 generation_config, continuous_batching_config, workload_hints
             )
+        paged_batches.check_settings(settings)
         if (kept := paged_batches.kept_manager(self, self._driver)) is not None:
+            log.info("rank 0: the manager that was kept is used again, with the settings it has")
             return kept
         if self.config.is_encoder_decoder:
             raise DrumlineError(
                 f"rank 0: {type(self).__name__} has an encoder, and continuous batching is for "
                 "models of a decoder alone; use generate()."
             )
-        generation: Any = generation_config or self.generation_config  # type: ignore[attr-defined]
         if generation.eos_token_id is None:
             generation.eos_token_id = -1  # as transformers does it: no token ends a text
-        if refused:
-            raise RefusedUse(
-                f"rank 0: {', '.join(refused)} of continuous batching are for a model in one "
-                "process, and this one has layers on other ranks or on disk; leave them out."
-            )
         return paged_batches.PagedManager(
             self._batched_ranks,
             self,

@@ -59,6 +59,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     ),
     "_create_batch_processor": ("makes the cache, which takes 0.6 of a host's memory", READ_IN),
     "_generation_step": ("hands the model each step's arguments", READ_IN),
+    "_run_generation_loop": ("the thread, at whose end the attention is given back", READ_IN),
     "_supports_logits_to_keep": (
         "whether a model computes only the logits of last tokens",
         READ_IN,

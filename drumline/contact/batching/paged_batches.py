@@ -5,14 +5,14 @@ Requests, scheduling, chunks of prompts, shared beginnings, forks and sampling a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 
 from drumline.contact.batching import continuous_batching_api as api
 from drumline.contact.batching.paged_attention import BY_SEQUENCE
-from drumline.errors import DrumlineError
+from drumline.errors import DrumlineError, RefusedUse
 
 BatchSettings = api.ContinuousBatchingConfig
 """The settings of continuous batching that a script passes."""
@@ -23,6 +23,9 @@ STEP_ARGUMENTS = (
     *("logits_indices", "logits_processor_args", "is_causal"),
 )
 """Of a step, what no layer needs that is told of it by its pool."""
+
+SLICE_S = 0.1
+"""Seconds between two looks at what has become of the thread, in a wait without a timeout."""
 
 NEW_TOKEN = 1
 """In the list of what a window reads, the number of a token that this very pass brings."""
@@ -46,6 +49,21 @@ def refused_settings(settings: Any) -> list[str]:
     """Settings that are for one process alone, each with its value."""
     values = {name: getattr(settings, name, taken[0]) for name, taken in DEFAULTS.items()}
     return [f"{name}={value!r}" for name, value in values.items() if value not in DEFAULTS[name]]
+
+
+def check_settings(settings: Any) -> None:
+    """Raise RefusedUse for settings that a model over ranks cannot have, or that nobody knows."""
+    if refused := refused_settings(settings):
+        raise RefusedUse(
+            f"rank 0: {', '.join(refused)} of continuous batching are for a model in one "
+            "process, and this one has layers on other ranks or on disk; leave them out."
+        )
+    if settings.scheduler_type not in api.SCHEDULER_MAPPING:
+        raise RefusedUse(
+            f"rank 0: scheduler_type={settings.scheduler_type!r} is not known, and in another's "
+            "order requests would wait longer than was meant; take one of "
+            f"{', '.join(map(repr, sorted(api.SCHEDULER_MAPPING)))}."
+        )
 
 
 def kinds_of_layers(config: Any) -> list[int]:
@@ -151,6 +169,7 @@ class SteppedModel:
 class BatchRanks(Protocol):
     """The model's ranks, as a batch needs them."""
 
+    def check_there(self) -> None: ...
     def use_attention(self, manager: Any, name: str) -> None: ...
     def release_attention(self, manager: Any) -> None: ...
     def num_blocks(self, settings: Any, hints: Any) -> int: ...
@@ -167,7 +186,11 @@ class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
 
     def __init__(self, ranks: BatchRanks, model: Any, hints: Any, **options: Any):
         self.ranks, self._hints = ranks, hints
-        super().__init__(model=model, workload_hints=hints, **options)
+        try:
+            super().__init__(model=model, workload_hints=hints, **options)
+        except BaseException:
+            ranks.release_attention(self)
+            raise
         settings = self.continuous_batching_config
         settings.use_cuda_graph, settings.use_async_batching = (False, False), False
         settings.varlen_compile_config = settings.decode_compile_config = None
@@ -196,19 +219,54 @@ class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
 
     def add_request(self, *args: Any, **kwargs: Any) -> str | None:
         self._raise_failure()
-        return super().add_request(*args, **kwargs)  # type: ignore[no-any-return]
+        request_id: str | None = super().add_request(*args, **kwargs)
+        if request_id is None:  # transformers logs a warning
+            self._raise_failure()
+            raise DrumlineError(
+                "rank 0: the manager of continuous batches is stopping, so it takes no request; "
+                "wait until it has stopped, and start() it again or make a new one with "
+                "init_continuous_batching()."
+            )
+        return request_id
 
-    def get_result(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().get_result(*args, **kwargs)
+    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> Any:
+        """As transformers does it. A failure is raised once no result is there for the request."""
+        result, results = None, self.output_router.output_queue
+        wait_s, is_last = SLICE_S if timeout is None else timeout, False
+        while result is None and not is_last:
+            is_last = timeout is not None or not self.is_running() or self.failure is not None
+            result = super().get_result(request_id, wait_s)
+            is_last = is_last or (request_id is not None and not results.empty())
+        if self.failure is not None:
+            for _ in range(results.qsize()):  # each look puts the result of another at the end
+                result = result or super().get_result(request_id, 0)
         if result is None:
             self._raise_failure()
         return result
 
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+        self._raise_failure()
+
+    def request_id_iter(self, request_id: str) -> Iterator[Any]:
+        output = None
+        for output in super().request_id_iter(request_id):
+            yield output
+        if output is None or output.error is not None or not output.is_finished():
+            self._raise_failure()
+
     def stop(self, *args: Any, keep_for_next_session: bool = False, **kwargs: Any) -> None:
         keep = keep_for_next_session and self.failure is None
         super().stop(*args, keep_for_next_session=keep, **kwargs)
-        self.ranks.release_attention(self)
+        if not self.is_running():  # a thread that still runs does it when it ends
+            self.ranks.release_attention(self)
         self._raise_failure()
+
+    def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._run_generation_loop(*args, **kwargs)
+        finally:
+            self.ranks.release_attention(self)
 
     def _raise_failure(self) -> None:
         if self.failure is not None:
@@ -216,13 +274,27 @@ class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
 
     def _generation_step(self) -> None:
         processor = self.batch_processor
-        assert processor is not None
+        if processor is None:
+            raise DrumlineError(
+                "rank 0: the manager was stopped, and stop() did not wait until the requests under "
+                "way were done, so they end here; stop() it without block=False or a timeout."
+            )
+        self.ranks.check_there()
         self.ranks.use_attention(self, self._attention)  # another manager may have released it
         processor._generation_step(SteppedModel(self.model, processor.cache))
+        self.ranks.check_there()  # the call may have loaded the model again
 
     def _create_batch_processor(self) -> Any:
         """As transformers does it, with tables whose size comes from the memory of all ranks."""
+        self.ranks.check_there()
         self.ranks.use_attention(self, self._attention)  # released if it was stopped before
+        try:
+            return self._made_processor()
+        except BaseException:
+            self.ranks.release_attention(self)
+            raise
+
+    def _made_processor(self) -> Any:
         if self.batch_processor is not None:
             self.batch_processor.reset()
             return self.batch_processor
@@ -242,7 +314,6 @@ class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
         api.update_cb_config_after_cache_creation(
             settings, tables.num_blocks, tables.max_batch_tokens
         )
-        kind = api.SCHEDULER_MAPPING.get(settings.scheduler_type, api.SCHEDULER_MAPPING["fifo"])
         return api.ContinuousBatchProcessor(
             cache=tables,
             config=config,
@@ -255,7 +326,7 @@ class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
             background_thread_status=self.background_thread_status,
             model_device=model.device,
             model_dtype=model.dtype,
-            scheduler=kind(
+            scheduler=api.SCHEDULER_MAPPING[settings.scheduler_type](
                 cache=tables,
                 safety_margin=settings.safety_margin,
                 max_requests_per_batch=settings.max_requests_per_batch,

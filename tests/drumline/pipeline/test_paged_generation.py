@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import drumline
 import launcher
+from drumline.pipeline.paged_generation import PoolsOfRanks
 from tests.drumline.conftest import LLAMA
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -225,7 +229,153 @@ def test_settings_that_pages_cannot_have_are_refused_by_name(checkpoints, on_mas
         config = ContinuousBatchingConfig(num_blocks=1 << 40)
         with pytest.raises(drumline.PlanError, match=r"rank .: cpu has memory"):
             model.generate_batch([[5]], continuous_batching_config=config)
+        assert model.config._attn_implementation == "sdpa"
         return texts_of(model, [[5, 6]])
 
     plain, path = checkpoints.llama()
     assert on_master(path, 2, work) == alone(plain, [[5, 6]])
+
+
+class Log:
+    """A driver that is told nothing."""
+
+    def next_cache(self):
+        return 1
+
+    def record(self, *operation):
+        pass
+
+
+def test_pools_of_a_driver_that_failed_die_with_it():
+    """What had been noted for the end of the pools kept both until the end of the process."""
+    log = Log()
+    log.failure = PoolsOfRanks(log, [0], [8], [0])  # as the traceback of an error holds it
+    gone = weakref.ref(log)
+    del log
+    gc.collect()
+    assert gone() is None
+
+
+def lose(manager):
+    """Have the manager's next step find a rank lost."""
+
+    def check_there():
+        raise drumline.PeerLost("rank 0 lost rank 1")
+
+    manager.ranks.check_there = check_there
+
+
+def test_every_way_to_wait_for_results_ends_with_the_failure(llama, on_master):
+    """Loops over results ended as if all had come, and a result that had come was not given."""
+
+    def failed(model):
+        manager = model.init_continuous_batching(GREEDY)
+        manager.warmup()
+        lose(manager)
+        names = manager.add_requests([[5], [6]])
+        manager.start()
+        manager._generation_thread.join(20)
+        return manager, names
+
+    def work(model):
+        manager, (first, second) = failed(model)
+        assert [manager.get_result(name).request_id for name in (second, first)] == [second, first]
+        for wait in (
+            manager.get_result,
+            lambda: list(manager),
+            lambda: list(manager.request_id_iter(first)),
+            lambda: manager.add_request([5]),
+            manager.stop,
+        ):
+            with pytest.raises(drumline.PeerLost, match="lost rank 1"):
+                wait()
+        assert model.config._attn_implementation == "sdpa"
+
+    on_master(llama[0], 2, work)
+
+
+def test_a_wait_without_a_timeout_ends_when_the_thread_has_failed(llama, on_master):
+    """It waited for a result for ever where no request was left that could fail."""
+
+    def work(model):
+        manager = model.init_continuous_batching(GREEDY)
+        manager.start()
+        error = drumline.PeerLost("rank 0 lost rank 1")
+        fail = manager.background_thread_status.record_fatal_error
+        timer = threading.Timer(0.3, fail, [error])
+        timer.start()
+        with pytest.raises(drumline.PeerLost):
+            manager.get_result()
+        with pytest.raises(drumline.PeerLost):
+            manager.stop()
+
+    on_master(llama[0], 2, work)
+
+
+def test_a_stop_that_does_not_wait_leaves_the_step_its_attention(llama, on_master):
+    """It was given back while the thread was in a step, so its other layers had another."""
+
+    def work(model):
+        manager = model.init_continuous_batching(GREEDY)
+        manager.warmup()
+        is_in_step, may_go_on = threading.Event(), threading.Event()
+
+        def wait(*_):
+            is_in_step.set()
+            may_go_on.wait(20)
+
+        model.register_forward_pre_hook(wait)
+        manager.start()
+        manager.add_request([5, 6])
+        assert is_in_step.wait(20)
+        thread = manager._generation_thread
+        manager.stop(block=False)
+        assert model.config._attn_implementation != "sdpa"
+        with pytest.raises(drumline.DrumlineError, match="is stopping"):
+            manager.add_request([5])
+        may_go_on.set()
+        thread.join(20)
+        assert model.config._attn_implementation == "sdpa"
+        assert "stop() did not wait" in manager.get_result().error
+
+    on_master(llama[0], 2, work)
+
+
+def test_a_manager_that_cannot_be_made_leaves_the_layers_as_they_were(llama, on_master):
+    def work(model):
+        def fail(*_):
+            raise KeyError("a processor")
+
+        model._get_logits_processor = fail
+        with pytest.raises(KeyError):
+            model.init_continuous_batching(GREEDY)
+        assert model.config._attn_implementation == "sdpa"
+
+    on_master(llama[0], 2, work)
+
+
+def test_settings_are_refused_wherever_they_are(llama, on_master, caplog):
+    """Those of the generation were dropped, those beside a kept manager not looked at, and a
+    scheduler that is not known became another."""
+    refused = ContinuousBatchingConfig(use_async_batching=True)
+    unknown = ContinuousBatchingConfig(scheduler_type="lifo")
+    within = GenerationConfig(**GREEDY.to_diff_dict())
+    within.continuous_batching_config = refused
+
+    def work(model):
+        for arguments, reason in (
+            ((within,), "use_async_batching=True"),
+            ((GREEDY, unknown), "'lifo'.* 'fifo', 'prefill_first'"),
+        ):
+            with pytest.raises(drumline.DrumlineError, match=reason):
+                model.init_continuous_batching(*arguments)
+        model.generate_batch([[5]], generation_config=GREEDY, persistent_manager=True)
+        with pytest.raises(drumline.DrumlineError, match="use_async_batching=True"):
+            model.init_continuous_batching(GREEDY, refused)
+        with caplog.at_level("INFO", "drumline"):
+            kept = model.init_continuous_batching(GREEDY)
+        assert "is used again" in caplog.text
+        assert kept is model._cached_continuous_batching_manager
+        model.destroy_cached_continuous_batching_manager()
+
+    on_master(llama[0], 2, work)

@@ -1,5 +1,7 @@
 """CHECKPOINT MAX_MEMORY: kill the last rank while the model generates, then batch, and call twice.
 
+A manager of batches from before goes on meanwhile.
+
 Prints a line of JSON for each call: its tokens, or its error.
 """
 
@@ -14,6 +16,7 @@ from transformers import GenerationConfig
 import drumline
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
+GREEDY = GenerationConfig(do_sample=False, max_new_tokens=9, eos_token_id=-1)
 
 
 class Killer:
@@ -43,17 +46,28 @@ def generate(**options):
 
 
 def batch():
-    settings = GenerationConfig(do_sample=False, max_new_tokens=9, eos_token_id=-1)
-    (output,) = model.generate_batch(PROMPT.tolist(), generation_config=settings).values()
+    (output,) = model.generate_batch(PROMPT.tolist(), generation_config=GREEDY).values()
     return torch.tensor(output.generated_tokens)
+
+
+def batch_by_old_manager():
+    manager.add_request(PROMPT[0].tolist())
+    output = manager.get_result()
+    assert output.error is not None, output  # of the request; then the failure itself is raised
+    manager.get_result()
 
 
 memory = json.loads(sys.argv[2])
 with drumline.load(sys.argv[1], on_failure="replan", max_memory=memory) as model:
     cache = model(PROMPT, use_cache=True).past_key_values
+    manager = model.init_continuous_batching(GREEDY)
+    manager.start()
+    manager.add_request(PROMPT[0].tolist())
+    assert manager.get_result(timeout=60).error is None
     victim = model._replanner.coor.peers[-1]
     report(lambda: generate(streamer=Killer()))
     report(batch)
+    report(batch_by_old_manager)
     report(generate)
     report(lambda: model(PROMPT, past_key_values=cache).logits)
     report(generate)

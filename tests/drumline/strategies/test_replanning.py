@@ -31,11 +31,12 @@ def test_the_ranks_that_are_left_give_the_tokens_of_one_process(checkpoints, sta
     options = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": True}
     expected = plain.generate(PROMPT, **options).tolist()
     processes = start(PROGRAM, 3, path, json.dumps(None))
-    lost, batch, again, old_cache, last = reports(processes)
+    lost, batch, old_manager, again, old_cache, last = reports(processes)
     assert lost.startswith("PeerLost: rank 0 lost ") and "repeat this one" in lost
     assert again == last == expected
     greedy = plain.generate(PROMPT, max_new_tokens=9, do_sample=False, eos_token_id=-1)
     assert batch == greedy[0, PROMPT.shape[1] :].tolist()
+    assert old_manager.startswith("PeerLost") and "make a new manager" in old_manager
     assert old_cache.startswith("DrumlineError") and "empty" in old_cache
     assert processes[1].wait(60) == 0 and processes[2].wait(60) == -signal.SIGKILL
 
