@@ -130,17 +130,21 @@ class BatchedRanks:
         return min(num_blocks, self._max_useful(config, settings, hints) * len({*kinds}))
 
     def _free_and_share(self, kinds: list[int]) -> dict[Place, tuple[int, float]]:
-        """By place with layers: the bytes left beside weights, and its share of a block."""
+        """By place with layers: the bytes left beside weights, and its share of a block. The layer
+        that attends holds once more what it reads, so one layer's share is added."""
         device_map, num_layers = self.model.device_map, Counter(kinds)
         shares: Counter[Place] = Counter()
+        read: dict[Place, float] = {}
         for rank in device_map.ranks:
             for name, device in device_map.runs_on(rank).items():
                 for number in cache_layers(self.model.get_submodule(name)):
                     if number < len(kinds):
-                        shares[rank, device] += 1 / num_layers[kinds[number]]  # type: ignore[assignment]
+                        own, place = 1 / num_layers[kinds[number]], (rank, device)
+                        shares[place] += own  # type: ignore[assignment]
+                        read[place] = max(read.get(place, 0), own)
         free = device_map.free_nbytes
         return {
-            place: (free[place] - device_map.used(place), share)
+            place: (free[place] - device_map.used(place), share + read[place])
             for place, share in shares.items()
             if place in free
         }
