@@ -12,7 +12,8 @@
 namespace tcp {
 namespace {
 
-constexpr size_t max_kept_scratch = 16 << 20;   // faulting in fresh pages costs as much as using them
+constexpr size_t max_kept_scratch = 16
+                                    << 20;  // faulting in fresh pages costs as much as using them
 constexpr uint64_t max_spun_nbytes = 16 << 10;  // of a call: more takes longer than a wake-up
 constexpr int64_t spin_ns = 50000;              // about what two wake-ups take
 

@@ -120,7 +120,8 @@ static size_t size_of(comm_dtype dtype) {
 
 /* ---- bringing the ranks together ---- */
 
-/* A name in the abstract namespace is not a file: it goes when its socket does. The kernel picks it.
+/* A name in the abstract namespace is not a file: it goes when its socket does. The kernel picks
+ * it.
  */
 static int listen_somewhere(struct sockaddr_un* address, socklen_t* length) {
     int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
