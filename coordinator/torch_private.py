@@ -89,6 +89,7 @@ __all__ = [
     "NamedProcessGroup",
     "OpOverload",
     "OpOverloadPacket",
+    "TorchDispatchMode",
     "autocast_functions",
     "backends_of",
     "below_autograd",

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from coordinator import torch_private
 
 Tensor = torch.Tensor
 
@@ -80,7 +80,7 @@ So no expert of a loop over experts that tokens went to is run. Sizes of states 
 """
 
 
-class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveMemory(torch_private.TorchDispatchMode):
     """Counts the bytes of tensors that were made meanwhile and are still there.
 
     nbytes: now. peak_nbytes: the most since it was last set.
@@ -114,7 +114,11 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storages(values: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [
+        leaf.untyped_storage()
+        for leaf in torch_private.tree_leaves(values)
+        if isinstance(leaf, Tensor)
+    ]
 
 
 class TooManyCalls(Exception):
