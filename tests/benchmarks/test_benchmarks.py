@@ -14,6 +14,7 @@ import torch
 from benchmarks import calls, plots, report, scale, speed, steps
 from benchmarks.__main__ import STEPS, ended, run
 from benchmarks.table import UNFINISHED, Spread, Table, alternate, spread
+from communicator import Communicator
 from communicator.backends.plugin import load
 from coordinator import Coordinator
 
@@ -37,7 +38,7 @@ def test_a_call_costs_less_than_half_of_one_through_ctypes(tmp_path, monkeypatch
     monkeypatch.setattr(calls, "CALLS", 1000)
     path = str(calls.compiled(tmp_path))
     counting, tensor = ctypes.CDLL(path), torch.ones(1024)
-    with Coordinator() as coor, load(path)(coor) as comm:
+    with Coordinator() as coor, Communicator(coor, load(path)) as comm:
         ways = {"ours": comm.allreduce, "ctypes": dict(calls.peers(counting))[calls.CTYPES]}
         cases = {name: partial(calls.ns, call, tensor) for name, call in ways.items()}
         times = alternate(cases, 7)

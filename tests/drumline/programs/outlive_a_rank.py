@@ -11,11 +11,12 @@ import signal
 import sys
 
 import torch
-from transformers import GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import drumline
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
+SMALL = {"continuous_batching_config": ContinuousBatchingConfig(page_size=16)}
 GREEDY = GenerationConfig(do_sample=False, max_new_tokens=9, eos_token_id=-1)
 
 
@@ -46,7 +47,7 @@ def generate(**options):
 
 
 def batch():
-    (output,) = model.generate_batch(PROMPT.tolist(), generation_config=GREEDY).values()
+    (output,) = model.generate_batch(PROMPT.tolist(), generation_config=GREEDY, **SMALL).values()
     return torch.tensor(output.generated_tokens)
 
 
@@ -60,7 +61,7 @@ def batch_by_old_manager():
 memory = json.loads(sys.argv[2])
 with drumline.load(sys.argv[1], on_failure="replan", max_memory=memory) as model:
     cache = model(PROMPT, use_cache=True).past_key_values
-    manager = model.init_continuous_batching(GREEDY)
+    manager = model.init_continuous_batching(GREEDY, **SMALL)
     manager.start()
     manager.add_request(PROMPT[0].tolist())
     assert manager.get_result(timeout=60).error is None

@@ -70,9 +70,9 @@ def test_a_rank_that_is_lost_while_the_others_load_again_is_done_without(
 
 def test_ranks_that_cannot_hold_the_model_say_so_in_every_call(checkpoints, start):
     processes = start(PROGRAM, 2, checkpoints.llama()[1], json.dumps(["150KB", "150KB"]))
-    lost, *later = reports(processes)
-    assert lost.startswith("PeerLost")
-    assert all(text.startswith("PlanError: the model needs") for text in later)
+    lost, batch, old_manager, *later = reports(processes)
+    assert lost.startswith("PeerLost") and old_manager.startswith("PeerLost: rank 0 lost rank 1")
+    assert all(text.startswith("PlanError: the model needs") for text in (batch, *later))
 
 
 def fail(path):
