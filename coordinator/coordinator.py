@@ -714,7 +714,7 @@ class Coordinator(Collectives):
     def note_peer(self, rank: int) -> None:
         """Note, for such descriptions, to which rank of the group this one sends or listens.
 
-        What is no rank is not noted: the call itself refuses it.
+        What is not a rank is not noted: the call itself refuses it.
         """
         if rank in range(self.world_size):
             self._note[0] = self.ranks[rank]
@@ -772,8 +772,8 @@ class Coordinator(Collectives):
     def _checked(self, timeout_s: float) -> float:
         if not isinstance(timeout_s, int | float) or not 0 <= timeout_s < math.inf:
             raise ValueError(
-                f"rank {self.info.rank}: timeout_s={timeout_s!r} is no deadline. Give seconds: a "
-                "number from 0 on, and not infinity, so that nothing hangs for ever."
+                f"rank {self.info.rank}: timeout_s={timeout_s!r} is not a deadline. Give seconds: "
+                "a number from 0 on, and not infinity, so that nothing hangs for ever."
             )
         return timeout_s
 

@@ -13,7 +13,7 @@ HEARTBEATS_PER_S = 1024  # of all nodes together
 class CoordinatorTimings(ConnectionTimings):
     """Limits after which the coordinator draws a conclusion, and pauses between its looks.
 
-    Deadlines of calls are no part of it: those are the caller's timeout_s.
+    Deadlines of calls are not part of it: those are the caller's timeout_s.
     """
 
     # ---- failure detection: coordinator/failure/ ----

@@ -132,7 +132,7 @@ def _parse(texts: Mapping[str, str], names: Mapping[str, str]) -> LaunchInfo:
             values[name] = integer(texts[name], names[name])
         values["extras"] = json.loads(texts["extras"])
         if not isinstance(values["extras"], dict):
-            raise ValueError(f"{names['extras']}={texts['extras']!r} is no JSON object")
+            raise ValueError(f"{names['extras']}={texts['extras']!r} is not a JSON object")
     except ValueError as error:
         raise LaunchInfoError(f"{error}; the LaunchInfo in the environment is invalid") from error
     return LaunchInfo(**values)  # type: ignore[arg-type]

@@ -53,7 +53,7 @@ class Timings(ConnectionTimings):
     output_poll_s: float = 0.02
     # Longer than any deadline that matters; epoll_wait(2) takes an int of milliseconds.
     longest_poll_s: float = 3600.0
-    # Longer than any launch; more seconds than this are no time a clock can be waited for with.
+    # Longer than any launch; no clock can be waited for with more seconds than this.
     longest_timeout_s: float = 366 * 24 * 3600.0
 
     # Ranks that are threads.
@@ -112,7 +112,7 @@ def time_scale() -> float:
             return float(text)
     except ValueError:
         pass
-    raise ValueError(f"{TIME_SCALE}={text} is no factor: set a number from above 0 to 1")
+    raise ValueError(f"{TIME_SCALE}={text} is not a factor: set a number from above 0 to 1")
 
 
 def patience_s() -> float:

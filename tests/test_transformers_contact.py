@@ -3,18 +3,14 @@
 import ast
 from pathlib import Path
 
-import pytest
 import torch
 from transformers import LlamaForCausalLM, WhisperForConditionalGeneration
 
 from drumline.contact import transformers_api
-from drumline.contact.batching import continuous_batching_api
 from drumline.contact.loading import weights
 from tests.programs.syntax_trees import nodes, trees
 
 CONTACT = Path("drumline/contact/transformers_api.py")
-BATCHES = Path("drumline/contact/batching/continuous_batching_api.py")
-"""The same for continuous batching, which is imported with the first batch."""
 
 NAMES_AS_TEXT = {
     *("past_key_values", "cache_params", "is_conv_states_initialized"),
@@ -43,30 +39,30 @@ def imported(tree: ast.Module) -> set[str]:
     return names | {node.attr for node in used if ast.unparse(node.value) in modules} | modules
 
 
-def test_one_module_imports_transformers_and_another_its_continuous_batching():
-    importers = {path for path, tree in trees().items() if imported(tree)}
-    assert importers == {CONTACT, BATCHES}
+def test_one_module_imports_transformers():
+    assert {path for path, tree in trees().items() if imported(tree)} == {CONTACT}
 
 
-def test_only_verbs_of_the_contact_package_build_on_these_modules():
+def test_only_verbs_of_the_contact_package_build_on_that_module():
     for path, tree in trees().items():
         if CONTACT.parent not in path.parents:
             imports = [n for n in nodes(tree) if isinstance(n, (ast.Import, ast.ImportFrom))]
-            text = " ".join(map(ast.unparse, imports))
-            assert "transformers_api" not in text and BATCHES.stem not in text, path
+            assert "transformers_api" not in " ".join(map(ast.unparse, imports)), path
 
 
-@pytest.mark.parametrize(
-    ("path", "module", "most"),
-    [(CONTACT, transformers_api, 30), (BATCHES, continuous_batching_api, 16)],
-)
-def test_each_name_has_a_reason_and_releases_that_were_read(path, module, most):
-    taken = imported(trees()[path]) - {"transformers"}
-    assert taken == set(module.NAMES)
-    for name, (reason, releases) in module.NAMES.items():
+def test_each_name_has_a_reason_and_releases_that_were_read():
+    taken = imported(trees()[CONTACT]) - {"transformers"}
+    names = {**transformers_api.NAMES, **transformers_api.BATCHING_NAMES}
+    assert taken == set(names)
+    for name, (reason, releases) in names.items():
         assert len(reason.split()) > 3 and "5.2" in releases, name
     assert not [name for name in taken if name.startswith("_")]
-    assert len(taken) <= most
+    assert len(transformers_api.NAMES) <= 30 and len(transformers_api.BATCHING_NAMES) <= 16
+
+
+def test_what_batches_need_is_what_is_imported_for_them():
+    batching = transformers_api.continuous_batching()
+    assert vars(batching).keys() == transformers_api.BATCHING_NAMES.keys()
 
 
 def spelled(tree: ast.Module) -> set[str]:
@@ -81,20 +77,16 @@ def spelled(tree: ast.Module) -> set[str]:
 
 def test_names_with_an_underscore_and_classes_as_text_stay_in_the_contact_package():
     """An import cannot miss them, so one that is renamed must be found in one place."""
-    names = {
-        *transformers_api.UNDERSCORES,
-        *continuous_batching_api.ATTRIBUTES,
-        *weights.OPERATIONS,
-    }
+    reasons = {**transformers_api.UNDERSCORES, **transformers_api.BATCHING_UNDERSCORES}
+    names = {*reasons, *weights.OPERATIONS}
     inside = set()
     for path, tree in trees().items():
         here = spelled(tree) & names
         if CONTACT.parent not in path.parents:
             assert not here, (path, here)
-        elif path not in (CONTACT, BATCHES):
+        elif path != CONTACT:
             inside |= here
     assert inside == names
-    reasons = {**transformers_api.UNDERSCORES, **continuous_batching_api.ATTRIBUTES}
     for reason, releases in reasons.values():
         assert len(reason.split()) > 3 and "5.2" in releases, reason
 

@@ -17,19 +17,9 @@ import torch
 
 from communicator.calls.async_work import NO_TIMEOUT, AsyncWork, WorkQueue
 from communicator.errors import CommunicatorError
-from communicator.interceptors.interceptor import Call, Interceptor, Order
+from communicator.interceptors.interceptor import KINDS, Call, Interceptor, Order
 
-COLLECTIVES = (
-    "allreduce",
-    "broadcast",
-    "reduce",
-    "allgather",
-    "reduce_scatter",
-    "alltoall",
-    "gather",
-    "scatter",
-    "barrier",
-)
+COLLECTIVES = tuple(name for name in KINDS if name not in ("send", "recv"))
 OTHERS = ("send", "recv", "group")  # which wait for started calls too, and are started otherwise
 
 

@@ -121,8 +121,8 @@ def _chosen_file(folder: Path) -> Path | None:
         file = folder / str(named)
         if not _is_file_name(named) or not file.exists():
             raise CheckpointError(
-                f"{config} has transformers_weights={named!r:.99}, which is no file beside it, so "
-                "it is unknown where the weights are; copy the checkpoint again."
+                f"{config} has transformers_weights={named!r:.99}, which is not a file beside it, "
+                "so it is unknown where the weights are; copy the checkpoint again."
             )
         return file
     return next((folder / name for name in CHOSEN_FIRST if (folder / name).exists()), None)
@@ -184,7 +184,7 @@ def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
             SAFETENSORS["header length"].check(length, most=size - 8)
             header = json.loads(stream.read(length), object_pairs_hook=distinct_fields)
         if not isinstance(header, dict):
-            raise ValueError("its header is no JSON object")
+            raise ValueError("its header is not a JSON object")
         notes = header.pop("__metadata__", {})
         if not isinstance(notes, dict) or not all(isinstance(v, str) for v in notes.values()):
             raise ValueError(f"__metadata__ is {notes!r:.99} and not texts by name")
@@ -201,7 +201,7 @@ def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
             raise ValueError(f"{size - 8 - length - last} bytes follow its last tensor")
     except (OSError, FieldError, ValueError, RecursionError, struct.error) as error:
         raise CheckpointError(
-            f"{file} is no whole .safetensors file ({error}), so what it holds is unknown; "
+            f"{file} is not a whole .safetensors file ({error}), so what it holds is unknown; "
             "copy it again."
         ) from error
 

@@ -90,14 +90,11 @@ def allow_code(coor: Coordinator, folder: Path) -> None:
     files = ", ".join(file.name for file in sorted(folder.glob("*.py"))) or "no Python file"
     log.warning("rank %d: trust_remote_code=True runs the code of %s: %s", coor.rank, folder, files)
     check_same_on_all_ranks(coor, {"the code of the checkpoint": code_digest(folder)})
-    is_first = coor.is_local_master()
-    run_on_all_ranks(coor, lambda: read_model_class(folder) if is_first else None)
+    run_on_all_ranks(coor, lambda: _run_code(folder) if coor.is_local_master() else None)
 
 
-def read_model_class(folder: Path) -> tuple[Any, type[Any] | None]:
-    """The config and the class of a checkpoint that brings its own code, which is run."""
-    config = read_config(folder, adapter="", trust_remote_code=True)
-    return config, remote_class(folder, config)
+def _run_code(folder: Path) -> None:
+    remote_class(folder, read_config(folder, adapter="", trust_remote_code=True))
 
 
 def share_index(

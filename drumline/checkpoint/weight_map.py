@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from drumline.checkpoint.model_tensors import WeightSources, named_tensors, tied_names
+from drumline.checkpoint.model_tensors import named_tensors, tied_names
 from drumline.checkpoint.safetensors_index import Index
 from drumline.checkpoint.shard_plan import SourceSlice, whole_tensor
-from drumline.contact.loading.models import dtype_plan, is_ignored
+from drumline.contact.loading.models import dtype_plan
 from drumline.contact.loading.weights import Conversion, KeyMapping, Operation, natural_key
 from drumline.core.shards import Region
 from drumline.errors import CheckpointError
@@ -60,22 +60,6 @@ def map_weights(model: Any, index: Index) -> WeightMap:
     missing, surplus = state.keys() - plain.keys(), plain.keys() - state.keys()
     stored_as = {name: pieces[0].key for name, pieces in plain.items()}
     return WeightMap(slices, frozenset(missing), frozenset(surplus), stored_as)
-
-
-def weight_sources(model: Any, index: Index) -> WeightSources:
-    """The pieces of every parameter and persistent buffer that the index has something for.
-
-    Raises CheckpointError for stored tensors that the model has no place for, and NotStreamable.
-    """
-    weight_map = map_weights(model, index)
-    left = [name for name in sorted(weight_map.surplus) if not is_ignored(model, name)]
-    if left:
-        places = ", ".join(f"{n} in {index[weight_map.stored_as[n]].file}" for n in left[:5])
-        raise CheckpointError(
-            f"{len(left)} tensors of the checkpoint have no place in {type(model).__name__} "
-            f"({places}), so this is another model; load the class that was saved."
-        )
-    return merge_tied_names(model, weight_map.slices)
 
 
 def merge_tied_names(model: Any, slices: Mapping[str, tuple[SourceSlice, ...]]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def with_cache(values: Mapping[str, Any], cache: Any) -> dict[str, Any]:
 
 
 def without_caches(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments or outputs of a pass that are no caches."""
+    """The arguments or outputs of a pass that are not caches."""
     return {key: value for key, value in values.items() if not is_cache(value)}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
@@ -17,15 +17,6 @@ VOCABULARY = 16
 
 def is_model(module: Any) -> bool:
     return isinstance(module, api.PreTrainedModel)
-
-
-def is_config(value: Any) -> TypeGuard[Any]:
-    return isinstance(value, api.PreTrainedConfig)
-
-
-def attention_of(config: Any) -> str | None:
-    """The attention implementation of a model's config, by name."""
-    return config._attn_implementation  # type: ignore[no-any-return]
 
 
 def recorded_output(hook: Callable[..., Any]) -> str | None:

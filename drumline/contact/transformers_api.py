@@ -6,6 +6,8 @@ Only modules of this package import this one. They offer drumline's own verbs, s
 
 from __future__ import annotations
 
+import functools
+import types
 from typing import Any
 
 import transformers
@@ -113,18 +115,12 @@ UNDERSCORES: dict[str, tuple[str, str]] = {
         "all stops of a generation, overridden: an argument of generate() only adds one",
         READ_IN,
     ),
-    "_init_weights": (
-        "computes the buffers of one module, as each kind of model defines it; the public "
-        "initialize_weights passes over modules that were built once",
-        READ_IN,
-    ),
     "_is_expert_parallel": ("tells experts that they are some of all", READ_IN),
     "_is_hf_initialized": (
         "marks weights that are read later, for which numbers would be drawn first: to skip each "
         "initializer instead tripled the time that an empty model takes",
         READ_IN,
     ),
-    "_keys_to_ignore_on_load_unexpected": ("stored tensors that may be left over", READ_IN),
     "_load_pretrained_model": (
         "what reads, in from_pretrained: given its device map, it would hook every module and "
         "quantizers would refuse it, as modules of other ranks are on meta",
@@ -147,12 +143,99 @@ Of each, why it is taken, and the releases it was read in.
 """
 
 
+BATCHING_NAMES: dict[str, tuple[str, str]] = {
+    "AttentionInterface": ("where attention over pages is registered by name", READ_IN),
+    "AttentionMaskInterface": ("the masks of ordinary passes under that name", READ_IN),
+    "ContinuousBatchProcessor": ("schedules and samples, over the tables of rank 0", READ_IN),
+    "ContinuousBatchingConfig": ("the settings of a script that passes none", READ_IN),
+    "ContinuousBatchingManager": ("what a script adds requests to, and gets results from", READ_IN),
+    "PagedAttentionCache": ("the tables of blocks, kept on rank 0 without a pool", READ_IN),
+    "SCHEDULER_MAPPING": ("the scheduler that the settings name", READ_IN),
+    "eager_mask": ("the masks of ordinary passes beside eager attention", READ_IN),
+    "eager_paged_attention_forward": ("eager attention of one sequence, with sinks", READ_IN),
+    "find_head_dim": ("the bytes of a token in one layer", READ_IN),
+    "find_num_key_value_heads": ("the bytes of a token in one layer", READ_IN),
+    "group_layers_by_attn_type": ("the layers of each kind of attention", READ_IN),
+    "sdpa_attention_forward": ("attention of one sequence by torch's own kernels", READ_IN),
+    "sdpa_mask": ("the masks of ordinary passes beside torch's kernels", READ_IN),
+    "update_cb_config_after_cache_creation": ("tells the settings how many blocks", READ_IN),
+}
+"""The same of what continuous batching takes, see continuous_batching()."""
+
+BATCHING_UNDERSCORES: dict[str, tuple[str, str]] = {
+    "_can_set_attn_implementation": (
+        "whether a model's attention is called by name; setting it otherwise only logs a warning",
+        READ_IN,
+    ),
+    "_cached_continuous_batching_manager": ("the manager that is kept for a next batch", READ_IN),
+    "_create_batch_processor": ("makes the cache, which takes 0.6 of a host's memory", READ_IN),
+    "_generation_step": ("hands the model each step's arguments", READ_IN),
+    "_run_generation_loop": ("the thread, at whose end the attention is given back", READ_IN),
+    "_supports_logits_to_keep": (
+        "whether a model computes only the logits of last tokens",
+        READ_IN,
+    ),
+    "_use_prefix_sharing": ("sorts the prompts of a batch by their beginnings", READ_IN),
+    "block_physical_stride": ("the distance of blocks in the numbers of tokens", READ_IN),
+    "sentinel_index": ("the number in a window's list that stands for a new token", READ_IN),
+    "write_trash_index": ("the number of a token that is not kept", READ_IN),
+}
+"""Attributes of continuous batching that are private, or read and set by us."""
+
+
 def tiny_llama(**sizes: Any) -> Any:
     """A model for the self-check. Its class is imported here, as no other use needs it."""
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
 
 
+@functools.cache
+def continuous_batching() -> Any:
+    """BATCHING_NAMES as attributes, imported with the first batch: a model alone needs none."""
+    from transformers import (
+        AttentionInterface,
+        AttentionMaskInterface,
+        ContinuousBatchingConfig,
+        ContinuousBatchingManager,
+    )
+    from transformers.generation.continuous_batching.cache import (
+        PagedAttentionCache,
+        group_layers_by_attn_type,
+    )
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+    from transformers.generation.continuous_batching.initialization import (
+        update_cb_config_after_cache_creation,
+    )
+    from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
+    from transformers.generation.continuous_batching.utils import (
+        find_head_dim,
+        find_num_key_value_heads,
+    )
+    from transformers.integrations.eager_paged import eager_paged_attention_forward
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    return types.SimpleNamespace(
+        AttentionInterface=AttentionInterface,
+        AttentionMaskInterface=AttentionMaskInterface,
+        ContinuousBatchProcessor=ContinuousBatchProcessor,
+        ContinuousBatchingConfig=ContinuousBatchingConfig,
+        ContinuousBatchingManager=ContinuousBatchingManager,
+        PagedAttentionCache=PagedAttentionCache,
+        SCHEDULER_MAPPING=SCHEDULER_MAPPING,
+        eager_mask=eager_mask,
+        eager_paged_attention_forward=eager_paged_attention_forward,
+        find_head_dim=find_head_dim,
+        find_num_key_value_heads=find_num_key_value_heads,
+        group_layers_by_attn_type=group_layers_by_attn_type,
+        sdpa_attention_forward=sdpa_attention_forward,
+        sdpa_mask=sdpa_mask,
+        update_cb_config_after_cache_creation=update_cb_config_after_cache_creation,
+    )
+
+
 __all__ = [
+    "BATCHING_NAMES",
+    "BATCHING_UNDERSCORES",
     "CONFIG_MAPPING",
     "MODEL_FOR_CAUSAL_LM_MAPPING",
     "NAMES",
@@ -178,6 +261,7 @@ __all__ = [
     "StoppingCriteriaList",
     "TensorProcessor",
     "TextStreamer",
+    "continuous_batching",
     "dynamic_module_utils",
     "get_gguf_hf_weights_map",
     "get_hf_quantizer",

@@ -20,7 +20,7 @@ import torch
 
 from drumline.checkpoint.safetensors_index import TORCH_DTYPES, StoredTensor
 from drumline.checkpoint.shard_plan import whole_tensor
-from drumline.checkpoint.weight_map import dtype_overrides, weight_sources
+from drumline.checkpoint.weight_map import dtype_overrides, map_weights, merge_tied_names
 from drumline.contact import model_parts
 from drumline.contact.cache_layers import counts_in_python, max_tokens, num_tokens, tiny_cache
 from drumline.contact.caches import cache_of
@@ -120,7 +120,7 @@ def _mapped_weights(model: Any) -> bool:
         name: StoredTensor("", 0, STORED_DTYPES[tensor.dtype], tuple(tensor.shape))
         for name, tensor in model.state_dict().items()
     }
-    pieces = weight_sources(model, index)
+    pieces = merge_tied_names(model, map_weights(model, index).slices)
     as_stored = all(pieces[name] == whole_tensor(name, index[name].shape) for name in pieces)
     return len(pieces) > 1 and as_stored and not dtype_overrides(model, model.dtype)
 

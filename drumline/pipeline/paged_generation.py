@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from drumline.contact.model_parts import attention_of
+from drumline.contact.loading.configs import attention_of
 from drumline.core.device_map import Place
 from drumline.errors import DrumlineError, PeerLost, PlanError
 from drumline.kv_cache.owner import make_pool

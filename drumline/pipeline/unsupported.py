@@ -11,8 +11,9 @@ from torch import nn
 from coordinator import torch_private
 from drumline.checkpoint.json_files import MERGE_ADAPTER
 from drumline.contact.caches import without_caches
+from drumline.contact.loading.configs import attention_of, is_config
 from drumline.contact.model_hooks import ModelHooks
-from drumline.contact.model_parts import attention_of, is_config, recorded_output
+from drumline.contact.model_parts import recorded_output
 from drumline.errors import DrumlineError, RefusedUse
 
 NO_TRAINING = "it is for inference, under torch.no_grad(); train on a model that is whole"

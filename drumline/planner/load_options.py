@@ -28,28 +28,28 @@ WHOLE, SHARDED, BOTH = "whole layers", "sharded layers", "stages of sharded laye
 class Rule:
     """An option that has a meaning in some ways to spread a model, and why in no other.
 
-    given: it with its value, if it was given.
+    describe: it with its value; None if it has none but the default.
     """
 
     option: str
     ways: tuple[str, ...]
-    given: Callable[[LoadOptions], str | None]
+    describe: Callable[[LoadOptions], str | None]
     why: str
 
     def check(self, options: LoadOptions) -> None:
-        given = self.given(options)
-        if given and options.way not in self.ways:
-            raise PlanError(f"{given} {self.why}")
+        text = self.describe(options)
+        if text and options.way not in self.ways:
+            raise PlanError(f"{text} {self.why}")
 
 
 def _unless_default(name: str) -> Callable[[LoadOptions], str | None]:
     default = LoadOptions.__dataclass_fields__[name].default
 
-    def given(options: LoadOptions) -> str | None:
+    def describe(options: LoadOptions) -> str | None:
         value = getattr(options, name)
         return None if value == default else f"{name}={value!r}"
 
-    return given
+    return describe
 
 
 @dataclass(frozen=True)

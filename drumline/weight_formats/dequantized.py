@@ -94,8 +94,8 @@ def _fields(path: Path, quantization: Any) -> dict[str, Any]:
         fields = to_dict()
     if not isinstance(fields, dict):
         raise CheckpointError(
-            f"{path}/config.json has quantization_config={quantization!r:.60}, which is no object, "
-            "so the format of the weights is unknown; copy it again."
+            f"{path}/config.json has quantization_config={quantization!r:.60}, which is not an "
+            "object, so the format of the weights is unknown; copy it again."
         )
     return fields
 
@@ -104,7 +104,7 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     """Raise FieldError unless all fields that are read have values that they can have."""
     groups = settings.get("config_groups") or {}
     if not isinstance(groups, dict):
-        raise FieldError(f"config_groups={groups!r:.60} is no object")
+        raise FieldError(f"config_groups={groups!r:.60} is not an object")
     _check_scheme(settings, "")
     for name, group in groups.items():
         scheme = (group.get("weights") or {}) if isinstance(group, dict) else group
@@ -123,7 +123,7 @@ def _check_scheme(scheme: Mapping[str, Any], owner: str) -> None:
             if number is not None or numbers is value:
                 bound.check(number, owner)
         if name in BLOCK_SIZES and value is not None and numbers is not value:
-            raise FieldError(f"{owner} {name}={value!r:.60} is no list".strip())
+            raise FieldError(f"{owner} {name}={value!r:.60} is not a list".strip())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,6 +59,35 @@ class Invitation:
     command: tuple[str, ...]
 
 
+class _Wait:
+    """A wait for the first node, in attempts. limit_s: None for that of every launch."""
+
+    def __init__(
+        self, awaited: str, place: str, limit_s: float | None = None, first_notice_s: float = 0.0
+    ) -> None:
+        self._awaited, self._place = awaited, place
+        self._limit_s = limit_s or timings.TIMINGS.node_wait_s
+        self.start_s = time.monotonic()
+        self._status_at = self.start_s + first_notice_s
+
+    @property
+    def deadline(self) -> float:
+        return self.start_s + self._limit_s
+
+    def pause(self, why: str) -> None:
+        """Pause before the next attempt, and tell the user why now and then.
+
+        Raises LaunchTimeout after the deadline.
+        """
+        now = time.monotonic()
+        if now >= self._status_at:
+            self._status_at = now + timings.TIMINGS.node_status_s
+            notice(f"waiting for {self._awaited} ({why})")
+        if now >= self.deadline:
+            raise too_late(self._awaited, self._place, self._limit_s, why)
+        time.sleep(timings.TIMINGS.node_retry_s)
+
+
 class NodeFollower:
     """Another node: joins the first, and does as that says.
 
@@ -84,19 +113,12 @@ class NodeFollower:
         None if it has ended well before. Raises LaunchError if it has not, is gone, or refuses this
         node, and LaunchTimeout if it cannot be reached within limit_s, or that of every launch.
         """
-        limit_s = limit_s or timings.TIMINGS.node_wait_s
-        start = time.monotonic()
-        status_at = start + timings.TIMINGS.node_status_s
-        while self._end is None and (why := self._try_to_join(start + limit_s)):
-            now = time.monotonic()
-            start = max(start, self._heard_s) if self._stays else start
-            awaited = missing([0], self.job.nnodes, self._place)
-            if now >= status_at:
-                status_at = now + timings.TIMINGS.node_status_s
-                notice(f"waiting for {awaited} ({why}); nodes seen: 0")
-            if now >= start + limit_s:
-                raise too_late(awaited, self._place, limit_s, why)
-            time.sleep(timings.TIMINGS.node_retry_s)
+        awaited = missing([0], self.job.nnodes, self._place)
+        wait = _Wait(awaited, self._place, limit_s, timings.TIMINGS.node_status_s)
+        while self._end is None and (why := self._try_to_join(wait.deadline)):
+            if self._stays:
+                wait.start_s = max(wait.start_s, self._heard_s)
+            wait.pause(why)
         if self._end is not None and self._end["end"]:
             raise LaunchError(self._end["end"], (), self._end["code"])
         return None if self._end is not None else self._attempt
@@ -246,11 +268,11 @@ def ask_to_join(address: tuple[str, int], token: LaunchToken, node_rank: int = A
     there is no place, or the token is not that node's.
     """
     address = address[0], address[1] or ports.NODES_PORT
-    place, start = endpoint(*address), time.monotonic()
-    deadline, status_at = start + timings.TIMINGS.node_wait_s, start
+    place = endpoint(*address)
+    wait = _Wait(f"the first node at {place}", place)
     while True:
         try:
-            with connected_to_first(address, token, deadline) as channel:
+            with connected_to_first(address, token, wait.deadline) as channel:
                 node = NodeDescription.of(node_rank, 0, 0)
                 answer = _introduced(channel, node, place)
                 words = tuple(str(printable(word)) for word in answer["command"])
@@ -260,9 +282,4 @@ def ask_to_join(address: tuple[str, int], token: LaunchToken, node_rank: int = A
             why = str(error) if isinstance(error, ConnectionBroken) else "no launch answers there"
         except OSError as error:
             why = _reason(error)
-        if (now := time.monotonic()) >= deadline:
-            raise too_late("the first node", place, deadline - start, why)
-        if now >= status_at:
-            status_at = now + timings.TIMINGS.node_status_s
-            notice(f"waiting for the first node at {place} ({why})")
-        time.sleep(timings.TIMINGS.node_retry_s)
+        wait.pause(why)

@@ -57,7 +57,7 @@ def test_one_variable_scales_the_timings_of_every_process_of_a_launch(command, n
 @pytest.mark.parametrize("text", ["0", "-1", "2", "nan", "fast"])
 def test_a_scale_that_is_no_factor_is_refused(monkeypatch, text):
     monkeypatch.setenv("DRUMLINE_TIME_SCALE", text)
-    with pytest.raises(ValueError, match=f"DRUMLINE_TIME_SCALE={text} is no factor"):
+    with pytest.raises(ValueError, match=f"DRUMLINE_TIME_SCALE={text} is not a factor"):
         time_scale()
 
 

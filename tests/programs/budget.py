@@ -58,7 +58,7 @@ def native_size(text: str) -> Size:
 
 def sizes() -> dict[str, Size]:
     """By folder, the size of the files that lie in it itself."""
-    found: dict[str, Size] = {}
+    code: dict[str, Size] = {}
     for path in sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*")):
         if path.suffix == ".py":
             size = python_size(path.read_text())
@@ -67,9 +67,9 @@ def sizes() -> dict[str, Size]:
         else:
             continue
         folder = str(path.parent.relative_to(ROOT))
-        lines, tokens = found.get(folder, (0, 0))
-        found[folder] = (lines + size[0], tokens + size[1])
-    return found
+        lines, tokens = code.get(folder, (0, 0))
+        code[folder] = (lines + size[0], tokens + size[1])
+    return code
 
 
 def ceilings() -> dict[str, Size]:
@@ -88,9 +88,9 @@ def over_budget() -> list[str]:
     ]
 
 
-def _totals(found: dict[str, Size]) -> dict[str, Size]:
+def _totals(code: dict[str, Size]) -> dict[str, Size]:
     kinds = {"Python": lambda name: not name.startswith("csrc"), "C++": lambda name: True}
-    totals, rest = {}, dict(found)
+    totals, rest = {}, dict(code)
     for kind, belongs in kinds.items():
         own = [rest.pop(name) for name in list(rest) if belongs(name)]
         totals[kind] = (sum(size[0] for size in own), sum(size[1] for size in own))
@@ -98,17 +98,17 @@ def _totals(found: dict[str, Size]) -> dict[str, Size]:
 
 
 def main() -> int:
-    found = sizes()
+    code = sizes()
     if "--write" in sys.argv[1:]:
-        rows = [f"{folder} {lines} {tokens}\n" for folder, (lines, tokens) in found.items()]
+        rows = [f"{folder} {lines} {tokens}\n" for folder, (lines, tokens) in code.items()]
         header = "# folder, most lines of code in it, most tokens; see tests/programs/budget.py\n"
         TABLE.write_text(header + "".join(rows))
     allowed = ceilings()
     print(f"{'folder':40} {'lines':>7} {'most':>7} {'tokens':>8} {'most':>8}")
-    for folder, (lines, tokens) in found.items():
+    for folder, (lines, tokens) in code.items():
         most = allowed.get(folder, (0, 0))
         print(f"{folder:40} {lines:7} {most[0]:7} {tokens:8} {most[1]:8}")
-    for (kind, size), most in zip(_totals(found).items(), _totals(allowed).values(), strict=True):
+    for (kind, size), most in zip(_totals(code).items(), _totals(allowed).values(), strict=True):
         print(f"{kind:40} {size[0]:7} {most[0]:7} {size[1]:8} {most[1]:8}")
     problems = over_budget()
     print("\n".join(problems))

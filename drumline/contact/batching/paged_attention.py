@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
-from drumline.contact.batching import continuous_batching_api as api
+from drumline.contact import transformers_api
 from drumline.errors import DrumlineError
+
+api = transformers_api.continuous_batching()
 
 BY_SEQUENCE = {"sdpa": "paged_sdpa", "eager": "paged_eager"}
 """By name of an attention implementation, that of the same one for each sequence by itself."""

@@ -10,9 +10,13 @@ from typing import Any, Protocol
 
 import torch
 
-from drumline.contact.batching import continuous_batching_api as api
+from drumline.contact import transformers_api
 from drumline.contact.batching.paged_attention import BY_SEQUENCE
 from drumline.errors import DrumlineError, RefusedUse
+
+api = transformers_api.continuous_batching()
+Tables: Any = api.PagedAttentionCache
+Manager: Any = api.ContinuousBatchingManager
 
 BatchSettings = api.ContinuousBatchingConfig
 """The settings of continuous batching that a script passes."""
@@ -104,7 +108,7 @@ MakePools = Callable[[list[int], list[int], list[int]], Pools]
 """Of the kind of each layer, and of each kind the tokens and the window: see PagedPool."""
 
 
-class PagedTables(api.PagedAttentionCache):  # type: ignore[misc]
+class PagedTables(Tables):  # type: ignore[misc]
     """The tables of blocks of all requests, and no keys and values: these are in the pools."""
 
     def __init__(self, make_pools: MakePools, **arguments: Any):
@@ -180,7 +184,7 @@ class BatchRanks(Protocol):
     def loaded_attention(self) -> str: ...
 
 
-class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
+class PagedManager(Manager):  # type: ignore[misc]
     """transformers' manager, over the pools of all ranks. What ends its thread is raised to whoever
     adds a request, waits for a result or stops it."""
 

@@ -88,16 +88,6 @@ def quantize_empty(quantizer: Any, model: nn.Module, dtype: torch.dtype) -> None
     quantizer.preprocess_model(model, dtype=dtype, device_map={"": "cpu"}, use_kernels=False)
 
 
-def initialize(owner: nn.Module, module: nn.Module) -> None:
-    """Compute the buffers of `module`, a part of the model `owner`, as for a new model."""
-    owner._init_weights(module)  # type: ignore[operator]
-
-
-def can_initialize(module: nn.Module) -> bool:
-    """True for a model, which knows how its parts begin."""
-    return hasattr(module, "_init_weights")
-
-
 def whole_classes(model: nn.Module) -> Collection[str]:
     """The names of classes whose modules a model wants on one device; empty if it says none."""
     return getattr(model, "_no_split_modules", None) or ()
@@ -126,8 +116,3 @@ def dtype_plan(model: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype | 
     plan = model._get_dtype_plan(dtype)
     patterns = [(re.compile(glob.replace("*", ".*")), wide) for glob, wide in plan.items()]
     return lambda name: next((wide for regex, wide in patterns if regex.search(name)), None)
-
-
-def is_ignored(model: Any, key: str) -> bool:
-    """True for a stored tensor that the model says may be left over."""
-    return any(re.search(p, key) for p in model._keys_to_ignore_on_load_unexpected or ())

@@ -9,12 +9,10 @@ wrong is printed with the seed and the number of the case, and its files are kep
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import resource
 import shutil
-import signal
 import struct
 import sys
 import time
@@ -34,6 +32,7 @@ from drumline.checkpoint.config_files import read_tokenizer
 from drumline.errors import CheckpointError
 from launcher import LaunchInfo
 from tests.drumline.checkpoint.gguf_bytes import llama_parts
+from tests.programs.time_limit import seconds
 
 LIMIT_S = 2
 LIMIT_NBYTES = 256 << 20
@@ -347,7 +346,7 @@ class Campaign:
         before, start = peak_nbytes(), time.process_time()
         weights, problem = None, ""
         try:
-            with warnings.catch_warnings(), alarm(60):
+            with warnings.catch_warnings(), seconds(60):
                 warnings.simplefilter("ignore")
                 weights = loaded(path, **options)
         except CheckpointError as error:
@@ -432,22 +431,6 @@ def differences(weights, plain, atol=0.0):
 
 def peak_nbytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-
-
-@contextlib.contextmanager
-def alarm(limit):
-    """What waits for a thing that never comes is ended."""
-
-    def ring(*unused):
-        raise TimeoutError(f"still there after {limit} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(limit)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 if __name__ == "__main__":

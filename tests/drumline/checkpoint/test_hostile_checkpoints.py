@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shutil
-import signal
 
 import pytest
 import torch
@@ -35,6 +34,7 @@ from drumline.core.shards import Region
 from drumline.planner.model_profile import build_on_meta, model_class
 from drumline.strategies import pipeline_parallel
 from drumline.strategies.opening import read_descriptions
+from tests.programs.time_limit import seconds
 
 TENSORS = {
     "first": torch.arange(1, 13, dtype=torch.float32).view(3, 4),
@@ -334,22 +334,6 @@ def llama(checkpoints, tmp_path):
 def configured(folder, name="config.json", **fields):
     content = json.loads((folder / name).read_text())
     (folder / name).write_text(json.dumps({**content, **fields}))
-
-
-@contextlib.contextmanager
-def seconds(limit):
-    """What is in this block ends within the limit, and what waits for a pipe is ended then."""
-
-    def ring(*unused):
-        raise TimeoutError(f"still there after {limit} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(limit)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def read_both_configs(folder):

@@ -10,19 +10,8 @@ import drumline
 from coordinator import Coordinator
 from drumline import CheckpointError, PlanError
 from drumline.checkpoint.json_files import gguf_path
+from tests.drumline.checkpoint.gguf_bytes import TENSORS
 from tests.drumline.weight_formats.test_lora_adapter import LINEAR, make_adapter, merge
-
-NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
 
 
 @pytest.fixture
@@ -51,7 +40,7 @@ def file(checkpoints, tmp_path):
 
     add("token_embd", plain.model.embed_tokens.weight)
     for number, layer in enumerate(plain.model.layers):
-        for ours, theirs in NAMES.items():
+        for ours, theirs in TENSORS.items():
             add(f"blk.{number}.{theirs}", layer.get_submodule(ours).weight)
     add("output_norm", plain.model.norm.weight)
     add("output", plain.lm_head.weight)
