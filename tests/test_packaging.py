@@ -25,6 +25,7 @@ MODULES_OF_EXTRAS = {
     "serve": {
         "drumline/contact/uvicorn_api.py",
         *(f"drumline/serving/{name}.py" for name in ("app", "connection", "metrics", "protocol")),
+        *(f"drumline/serving/answers/{name}.py" for name in ("request_stream", "response_writer")),
     },
     "models": {
         name

@@ -10,14 +10,12 @@ import asyncio
 import contextlib
 import functools
 import hmac
-import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -28,13 +26,19 @@ from coordinator import Peer
 from drumline import timings
 from drumline.errors import DrumlineError, PeerLost
 from drumline.serving import metrics, protocol
-from drumline.serving import scheduler as scheduling
-from drumline.serving.detokenize import IncrementalDetokenizer
+from drumline.serving.answers.logprobs import LogprobFormatter
+from drumline.serving.answers.request_stream import RequestStream, SequenceRequest, TextEvent
+from drumline.serving.answers.response_writer import (
+    ResponseBuilder,
+    as_api_error,
+    as_internal_error,
+    chunks,
+    internal_error,
+    whole_response,
+)
 from drumline.serving.front.remote_scheduler import RemoteScheduler, Scheduler
 from drumline.serving.grammar import GrammarCompiler
-from drumline.serving.logprobs import LogprobFormatter
-from drumline.serving.sampling import Grammar, SamplingParams, TokenLogprob
-from drumline.serving.scheduler import BatchScheduler, Generation, ServingLimits
+from drumline.serving.scheduler import BatchScheduler, ServingLimits
 from drumline.serving.status import StatusReport
 
 log = logging.getLogger("drumline.requests")
@@ -52,98 +56,6 @@ PAGE_HEADERS = {
 
 Prompts = list[list[int]]
 """The tokens of each."""
-
-
-@dataclass(frozen=True)
-class TextEvent:
-    """New text of one choice, and the reason of its end, if it has ended."""
-
-    index: int
-    text: str
-    end_reason: str | Exception | None
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of the tokens since the event before, if the request asks for them."""
-
-
-class SequenceRequest(NamedTuple):
-    """One sequence of a request, as Generation takes it."""
-
-    prompt: list[int]
-    params: SamplingParams
-    end_tokens: set[int]
-    grammar: Grammar | None
-
-
-class RequestStream:
-    """The generations of one request, and their text as it comes; used within the event loop."""
-
-    def __init__(self, tokenizer: Any, sequences: Sequence[SequenceRequest]) -> None:
-        self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[TextEvent | None]()
-        self._tokenizer = tokenizer
-        self.start, self.first_token_s = time.monotonic(), 0.0
-        self.generations = [
-            self._generation(index, sequence) for index, sequence in enumerate(sequences)
-        ]
-
-    def _generation(self, index: int, sequence: SequenceRequest) -> Generation:
-        prompt, params, end_tokens, grammar = sequence
-        detokenizer = IncrementalDetokenizer(self._tokenizer, params.stop, prompt)
-        logprobs: list[TokenLogprob] = []  # of tokens whose text is not posted yet
-
-        def on_token(token: int) -> bool:
-            if generation.sampler.logprob is not None:
-                logprobs.append(generation.sampler.logprob)
-            if text := detokenizer.add(token):
-                self._post(TextEvent(index, text, None, logprobs.copy()))
-                logprobs.clear()
-            return not detokenizer.is_stopped
-
-        def on_end(reason: str | Exception) -> None:
-            text = "" if isinstance(reason, Exception) else detokenizer.flush()
-            self._post(TextEvent(index, text, reason, logprobs))
-
-        generation = Generation(prompt, params, on_token, on_end, end_tokens, grammar)
-        return generation
-
-    def _post(self, event: TextEvent) -> None:
-        """Pass an event from a thread of the scheduler to the event loop."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody listens
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
-
-    async def events(self, request: Request) -> AsyncGenerator[TextEvent, None]:
-        """Yield until all generations have ended or the client has disconnected.
-
-        Raises the exception that ended a generation.
-        """
-        disconnect = asyncio.create_task(self._watch_disconnect(request))
-        num_open = len(self.generations)
-        try:
-            while num_open and (event := await self._events.get()) is not None:
-                self.first_token_s = self.first_token_s or time.monotonic() - self.start
-                if isinstance(event.end_reason, Exception):
-                    raise event.end_reason
-                num_open -= event.end_reason is not None
-                yield event
-        finally:
-            disconnect.cancel()
-            for generation in self.generations:
-                generation.cancel()
-
-    async def _watch_disconnect(self, request: Request) -> None:
-        while not await request.is_disconnected():
-            await asyncio.sleep(timings.TIMINGS.disconnect_poll_s)
-        self._events.put_nowait(None)
-
-    def usage(self) -> dict[str, int]:
-        """The number of tokens so far, as OpenAI's API reports it."""
-        prompts = {id(item.prompt): len(item.prompt) for item in self.generations}  # choices share
-        num_prompt = sum(prompts.values())
-        num_new = sum(len(item.new_tokens) for item in self.generations)
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_new,
-            "total_tokens": num_prompt + num_new,
-        }
 
 
 class Service:
@@ -184,7 +96,7 @@ class Service:
 
     async def get_health(self) -> Response:
         if self.failure is not None:
-            return JSONResponse(_internal_error(self.failure).body, 503)
+            return JSONResponse(internal_error(self.failure).body, 503)
         status = "restarting" if self.scheduler.is_restarting else "ok"
         return JSONResponse({"status": status, "ranks_missing": self.scheduler.num_missing_ranks})
 
@@ -304,7 +216,7 @@ class Service:
         return body
 
     def _check_capacity(self, num_sequences: int) -> None:
-        with _as_api_error():
+        with as_api_error():
             self.scheduler.check_capacity(num_sequences)
 
     def _check_name(self, name: str) -> None:
@@ -385,20 +297,20 @@ class Service:
             None, self._sequences, body, prompts, max_tokens
         )
         stream = RequestStream(self.tokenizer, sequences)
-        with _as_api_error():
+        with as_api_error():
             self.scheduler.submit(stream.generations)
         is_chat = isinstance(body, protocol.ChatCompletionRequest)
         formatter = None if body.num_logprobs is None else LogprobFormatter(self.tokenizer, is_chat)
-        response = protocol.ResponseBuilder(self.name, is_chat, formatter)
+        response = ResponseBuilder(self.name, is_chat, formatter)
         events = self._measured(stream, request)
         if isinstance(body, protocol.CompletionRequest) and body.echo:
             events = self._echoed(stream, events)
         if not body.stream:
-            return await _whole_response(stream, events, response)
-        with _as_internal_error():  # an error before the first event still has a status of its own
+            return await whole_response(stream, events, response)
+        with as_internal_error():  # an error before the first event still has a status of its own
             first = await anext(events, None)
-        chunks = _chunks(first, events, stream, response, body)
-        return StreamingResponse(chunks, media_type="text/event-stream")
+        pieces = chunks(first, events, stream, response, body)
+        return StreamingResponse(pieces, media_type="text/event-stream")
 
     def _sequences(
         self, body: protocol.GenerationRequest, prompts: Prompts, max_tokens: int
@@ -459,80 +371,6 @@ class Service:
         )
 
 
-async def _whole_response(
-    stream: RequestStream, events: AsyncIterator[TextEvent], response: protocol.ResponseBuilder
-) -> Response:
-    choices = [protocol.ChoiceText(finish_reason="cancelled") for _ in stream.generations]
-    with _as_internal_error():
-        async for event in events:
-            choice = choices[event.index]
-            choice.text += event.text
-            choice.logprobs += event.logprobs
-            if event.end_reason is not None:
-                choice.finish_reason = str(event.end_reason)
-    return JSONResponse(response.response(choices, stream.usage()))
-
-
-async def _chunks(
-    first: TextEvent | None,
-    events: AsyncIterator[TextEvent],
-    stream: RequestStream,
-    response: protocol.ResponseBuilder,
-    body: Any,
-) -> AsyncIterator[str]:
-    """Server-sent events (WHATWG HTML, 9.2), as OpenAI sends them."""
-    event, offsets = first, [0] * len(stream.generations)
-    if isinstance(body, protocol.ChatCompletionRequest):
-        for index in range(len(stream.generations)):
-            yield _server_sent_event(response.first_chunk(index))
-    try:
-        while event is not None:
-            end_reason = None if event.end_reason is None else str(event.end_reason)
-            piece = protocol.ChoiceText(event.text, event.logprobs, end_reason)
-            yield _server_sent_event(response.chunk(event.index, piece, offsets[event.index]))
-            offsets[event.index] += len(event.text)
-            event = await anext(events, None)
-    except Exception as error:  # the status is sent already, so the error becomes an event
-        yield _server_sent_event(_internal_error(error).body)
-        return
-    if body.includes_usage:
-        yield _server_sent_event(response.usage_chunk(stream.usage()))
-    yield "data: [DONE]\n\n"
-
-
-def _server_sent_event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data)}\n\n"
-
-
-def _internal_error(error: Exception) -> protocol.ApiError:
-    """500; 503 for what another server would answer, or this one once it is started again."""
-    is_gone = isinstance(error, (PeerLost, scheduling.ServerStopping))
-    status, code = (503, "server_unavailable") if is_gone else (500, "internal_error")
-    return protocol.ApiError(status, str(error) or repr(error), "server_error", code)
-
-
-@contextlib.contextmanager
-def _as_internal_error() -> Iterator[None]:
-    """Within, every error is answered with status 500, or 503."""
-    try:
-        yield
-    except Exception as error:
-        raise _internal_error(error) from error
-
-
-@contextlib.contextmanager
-def _as_api_error() -> Iterator[None]:
-    """Within, errors of the scheduler are answered with their status."""
-    try:
-        yield
-    except scheduling.RequestTooLarge as error:
-        raise protocol.invalid_request(str(error)) from error
-    except scheduling.ServerBusy as error:
-        raise protocol.ApiError(429, str(error), "rate_limit_error", "server_busy") from error
-    except DrumlineError as error:
-        raise _internal_error(error) from error
-
-
 def _disconnected() -> protocol.ApiError:
     text = "The client has disconnected."
     return protocol.ApiError(499, text, "invalid_request_error", "client_disconnected")
@@ -577,7 +415,7 @@ async def _respond_api_error(_: Request, error: protocol.ApiError) -> Response:
 
 async def _respond_unknown_error(request: Request, error: Exception) -> Response:
     """A mistake of the server, which Starlette raises again, so that it is in the log."""
-    return await _respond_api_error(request, _internal_error(error))
+    return await _respond_api_error(request, internal_error(error))
 
 
 async def _respond_http_error(request: Request, error: HTTPException) -> Response:

@@ -6,16 +6,11 @@ Unsupported fields are rejected by name: a response that ignored one would be wr
 from __future__ import annotations
 
 import json
-import time
-import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from drumline.serving.logprobs import LogprobFormatter
-from drumline.serving.sampling import SamplingParams, TokenLogprob
+from drumline.serving.sampling import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
 """Of a completion without max_tokens; a chat may go on to the limit of the server."""
@@ -333,62 +328,3 @@ def _check_num_items(value: Any, max_items: int) -> None:
         )
     for item in value.values() if isinstance(value, dict) else value:
         _check_num_items(item, max_items)
-
-
-@dataclass
-class ChoiceText:
-    """The text of one choice, or a piece of it, and why it ended, if it has."""
-
-    text: str = ""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: str | None = None
-
-
-class ResponseBuilder:
-    """The bodies of one response, whole or in chunks of a stream."""
-
-    def __init__(self, model: str, is_chat: bool, logprobs: LogprobFormatter | None) -> None:
-        self._is_chat, self._logprobs = is_chat, logprobs
-        self._header = {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": model,
-        }
-
-    def response(self, choices: Sequence[ChoiceText], usage: dict[str, int]) -> dict[str, Any]:
-        """The body of a response that is not a stream."""
-        kind = "chat.completion" if self._is_chat else "text_completion"
-        bodies = [
-            self._choice(index, choice, "message", {"role": "assistant", "content": choice.text})
-            for index, choice in enumerate(choices)
-        ]
-        return {**self._header, "object": kind, "choices": bodies, "usage": usage}
-
-    def first_chunk(self, index: int) -> dict[str, Any]:
-        """The first chunk of a chat's choice."""
-        message = {"role": "assistant", "content": ""}
-        return self._chunk([self._choice(index, ChoiceText(), "delta", message)])
-
-    def chunk(self, index: int, choice: ChoiceText, offset: int) -> dict[str, Any]:
-        """A chunk of one choice; the last of a chat's choice holds no text.
-
-        offset: characters of the choice before it.
-        """
-        is_empty = self._is_chat and not choice.text and choice.finish_reason is not None
-        delta = {} if is_empty else {"content": choice.text}
-        return self._chunk([self._choice(index, choice, "delta", delta, offset)])
-
-    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
-        """The last chunk, if the request includes the usage."""
-        return {**self._chunk([]), "usage": usage}
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        return {**self._header, "object": kind, "choices": choices}
-
-    def _choice(
-        self, index: int, choice: ChoiceText, key: str, message: dict[str, str], offset: int = 0
-    ) -> dict[str, Any]:
-        body: dict[str, Any] = {key: message} if self._is_chat else {"text": choice.text}
-        logprobs = self._logprobs and self._logprobs.format(choice.logprobs, offset)
-        return {"index": index, **body, "logprobs": logprobs, "finish_reason": choice.finish_reason}

@@ -1,0 +1,114 @@
+"""The generations of one request, and their text as it comes.
+
+stream = RequestStream(tokenizer, [SequenceRequest(prompt, params, end_tokens, None)])
+scheduler.submit(stream.generations)
+async for event in stream.events(request): ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fastapi import Request
+
+from drumline import timings
+from drumline.serving.answers.detokenize import IncrementalDetokenizer
+from drumline.serving.sampling import Grammar, SamplingParams, TokenLogprob
+from drumline.serving.scheduler import Generation
+
+
+@dataclass(frozen=True)
+class TextEvent:
+    """New text of one choice, and the reason of its end, if it has ended."""
+
+    index: int
+    text: str
+    end_reason: str | Exception | None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of the tokens since the event before, if the request asks for them."""
+
+
+class SequenceRequest(NamedTuple):
+    """One sequence of a request, as Generation takes it."""
+
+    prompt: list[int]
+    params: SamplingParams
+    end_tokens: set[int]
+    grammar: Grammar | None
+
+
+class RequestStream:
+    """The generations of one request, and their text as it comes; used within the event loop."""
+
+    def __init__(self, tokenizer: Any, sequences: Sequence[SequenceRequest]) -> None:
+        self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[TextEvent | None]()
+        self._tokenizer = tokenizer
+        self.start, self.first_token_s = time.monotonic(), 0.0
+        self.generations = [
+            self._generation(index, sequence) for index, sequence in enumerate(sequences)
+        ]
+
+    def _generation(self, index: int, sequence: SequenceRequest) -> Generation:
+        prompt, params, end_tokens, grammar = sequence
+        detokenizer = IncrementalDetokenizer(self._tokenizer, params.stop, prompt)
+        logprobs: list[TokenLogprob] = []  # of tokens whose text is not posted yet
+
+        def on_token(token: int) -> bool:
+            if generation.sampler.logprob is not None:
+                logprobs.append(generation.sampler.logprob)
+            if text := detokenizer.add(token):
+                self._post(TextEvent(index, text, None, logprobs.copy()))
+                logprobs.clear()
+            return not detokenizer.is_stopped
+
+        def on_end(reason: str | Exception) -> None:
+            text = "" if isinstance(reason, Exception) else detokenizer.flush()
+            self._post(TextEvent(index, text, reason, logprobs))
+
+        generation = Generation(prompt, params, on_token, on_end, end_tokens, grammar)
+        return generation
+
+    def _post(self, event: TextEvent) -> None:
+        """Pass an event from a thread of the scheduler to the event loop."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody listens
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+    async def events(self, request: Request) -> AsyncGenerator[TextEvent, None]:
+        """Yield until all generations have ended or the client has disconnected.
+
+        Raises the exception that ended a generation.
+        """
+        disconnect = asyncio.create_task(self._watch_disconnect(request))
+        num_open = len(self.generations)
+        try:
+            while num_open and (event := await self._events.get()) is not None:
+                self.first_token_s = self.first_token_s or time.monotonic() - self.start
+                if isinstance(event.end_reason, Exception):
+                    raise event.end_reason
+                num_open -= event.end_reason is not None
+                yield event
+        finally:
+            disconnect.cancel()
+            for generation in self.generations:
+                generation.cancel()
+
+    async def _watch_disconnect(self, request: Request) -> None:
+        while not await request.is_disconnected():
+            await asyncio.sleep(timings.TIMINGS.disconnect_poll_s)
+        self._events.put_nowait(None)
+
+    def usage(self) -> dict[str, int]:
+        """The number of tokens so far, as OpenAI's API reports it."""
+        prompts = {id(item.prompt): len(item.prompt) for item in self.generations}  # choices share
+        num_prompt = sum(prompts.values())
+        num_new = sum(len(item.new_tokens) for item in self.generations)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+        }
