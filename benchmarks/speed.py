@@ -1,4 +1,4 @@
-"""The table of the README: a few rows of the last run's tables, each beside every baseline.
+"""The table of the README: ten rows of the last run's tables, those that are lost among them.
 
 speed.write(Path("README.md"), RESULTS)  # between the two marks
 """
@@ -22,9 +22,9 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Pick:
-    """Rows of one results table that match `where`; every peer among them is a baseline.
+    """A row of one results table that matches `where`, beside one baseline.
 
-    time, baseline_time: columns. peer: the column that names the baseline, or its name.
+    time, baseline_time: columns. peer: the baseline's name.
     """
 
     what: str
@@ -32,69 +32,71 @@ class Pick:
     where: Row
     unit: str
     time: str
-    baseline_time: str = ""
-    peer: str = "peer"
+    baseline_time: str
+    peer: str
 
-    def pairs(self, results: Path) -> Iterator[tuple[Row, str, Any]]:
-        """drumline's row, the baseline's name, and the baseline's cell."""
+    def pairs(self, results: Path) -> Iterator[tuple[Row, Any]]:
+        """drumline's row, and the baseline's cell."""
         for row in matching(results / f"{self.table}.jsonl", self.where):
-            yield row, str(row.get(self.peer, self.peer)), row[self.baseline_time]
+            if row.get("peer", self.peer) == self.peer:
+                yield row, row[self.baseline_time]
 
 
 @dataclass(frozen=True)
 class DecodePick(Pick):
-    """A table with a row for each contestant: `where` chooses drumline's, `over` names it."""
+    """A table with a row for each contestant: `where` chooses what is measured, `over` drumline's
+    row, and `peer` the baseline's."""
 
     over: str = "drumline"
 
-    def pairs(self, results: Path) -> Iterator[tuple[Row, str, Any]]:
+    def pairs(self, results: Path) -> Iterator[tuple[Row, Any]]:
         rows = matching(results / f"{self.table}.jsonl", self.where)
-        for ours in (row for row in rows if row["over"] == self.over):
-            for row in rows:
-                if not row["over"].startswith("drumline"):
-                    yield ours, row["over"], row[self.time]
+        by_contestant = {row["over"]: row for row in rows}
+        if {self.over, self.peer} <= by_contestant.keys():
+            yield by_contestant[self.over], by_contestant[self.peer][self.baseline_time]
 
 
 def startup(what: str, column: str, ranks: int) -> Pick:
-    return Pick(what, "startup", {"what": column, "ranks": ranks}, "s", "drumline (s)", "(s)")
+    where = {"what": column, "ranks": ranks}
+    return Pick(what, "startup", where, "s", "drumline (s)", "(s)", "torchrun")
 
 
-def allreduce(size: str, nbytes: int) -> Pick:
+def allreduce(size: str, nbytes: int, peer: str) -> Pick:
     where = {"operation": "allreduce", "dtype": "float32", "bytes": nbytes}
     what = f"`Communicator.allreduce()` of {size}, 2 ranks"
-    return Pick(what, "collectives-2-ranks", where, "us", "drumline (us)", "(us)")
+    return Pick(what, "collectives-2-ranks", where, "us", "drumline (us)", "(us)", peer)
 
 
-def barrier(table: str, baseline_time: str, peer: str = "peer") -> Pick:
-    what = "`Coordinator.barrier()`, 2 ranks"
-    return Pick(what, table, {"operation": "barrier"}, "us", "drumline (us)", baseline_time, peer)
+def inference(what: str, measured: str, peer: str, over: str = "drumline") -> Pick:
+    where, time = {"what": measured}, "ms per token"
+    return DecodePick(what, "inference", where, "ms", time, time, peer, over)
 
 
-def decode(batch: int, device_map: str, over: str) -> Pick:
-    what = f'decoding on 2 ranks, batch {batch}, `device_map="{device_map}"`'
-    where = {"what": f"decode, batch {batch}"}
-    return DecodePick(what, "inference", where, "ms/token", "ms per token", over=over)
-
-
-FASTEST = 'drumline, "fastest"'
+ONE_PROCESS, PIPELINE = "one process", "transformers' pipeline parallel"
 PICKS = (
+    inference("one token, 2 ranks", "decode, batch 1", ONE_PROCESS),
+    inference("one token, 2 ranks", "decode, batch 1", "torch RPC, as in Accelerate's PR 4066"),
+    inference(
+        'one token, 2 ranks, `device_map="fastest"`',
+        *("decode, batch 1", ONE_PROCESS, 'drumline, "fastest"'),
+    ),
+    inference(
+        "32 tokens at a time, 2 ranks", "decode, batch 32", "transformers' pipeline parallel"
+    ),
+    Pick(
+        *("peak memory of a rank, 4 ranks", "model", {"ranks": 4}, "MiB"),
+        *("peak of a rank (MiB)", "plain peak (MiB)", ONE_PROCESS),
+    ),
+    Pick(
+        *("load, 2 ranks", "model", {"ranks": 2}, "s"),
+        *("load (s)", "plain load (s)", ONE_PROCESS),
+    ),
     startup("start until all of 4 ranks passed a barrier", "command to barrier", 4),
     startup("SIGKILL of a rank until the command ended, 2 ranks", "death to the end", 2),
-    barrier("coordinator-2", "torch.distributed (us)", "torch.distributed objects, gloo"),
-    barrier("coordinator-peers-2", "(us)"),
-    allreduce("8 B", 8),
-    allreduce("64 MiB", 64 << 20),
+    allreduce("64 MiB", 64 << 20, "gloo"),
     Pick(
-        *("one call, from Python into C", "calls", {"call": "allreduce"}),
-        *("ns", "drumline (ns)", "(ns)"),
-    ),
-    decode(1, "auto", "drumline"),
-    decode(1, "fastest", FASTEST),
-    decode(32, "auto", "drumline"),
-    decode(32, "fastest", FASTEST),
-    Pick(
-        *("peak memory of a rank, model over 4 ranks", "model", {"ranks": 4}, "MiB"),
-        *("peak of a rank (MiB)", "plain peak (MiB)", "from_pretrained in one process"),
+        *("`Coordinator.barrier()`, 2 ranks", "coordinator-peers-2", {"operation": "barrier"}),
+        *("us", "drumline (us)", "(us)", "mpi4py, Intel MPI"),
     ),
 )
 
@@ -115,25 +117,24 @@ def write(readme: Path, results: Path) -> None:
 def lines(results: Path) -> str:
     """The table of the machine and commit that most rows have, and below it which these are."""
     every = [(pick, *pair) for pick in PICKS for pair in pick.pairs(results)]
-    sources = Counter((ours["machine"], ours["commit"]) for _, ours, _, _ in every)
+    sources = Counter((ours["machine"], ours["commit"]) for _, ours, _ in every)
     (source,) = [source for source, _ in sources.most_common(1)] or [("none", "none")]
-    pairs = [row for row in every if (row[1]["machine"], row[1]["commit"]) == source]
-    rows: list[str] = []
-    shown: set[str] = set()  # in the first column, once
-    for pick, ours, peer, baseline in pairs:
-        what = "" if pick.what in shown else pick.what
-        shown.add(pick.what)
-        rows.append(line(what, pick.unit, peer, median(ours[pick.time]), median(baseline)))
+    rows = [
+        line(pick, median(ours[pick.time]), median(baseline))
+        for pick, ours, baseline in every
+        if (ours["machine"], ours["commit"]) == source
+    ]
     head = [" | ".join(HEAD).join(("| ", " |")), "|---|---:|---|---:|---:|"]
-    left_out = len({pick.what for pick, *_ in every} - {pick.what for pick, *_ in pairs})
     where = f"Medians. Machine: {source[0]}. Commit: {source[1]}."
-    where += f" {left_out} more were measured elsewhere or before." if left_out else ""
+    if left_out := len(every) - len(rows):
+        where += f" {left_out} more were measured elsewhere or before."
     return "\n".join([*head, *rows, "", textwrap.fill(where, 100), ""])
 
 
-def line(what: str, unit: str, peer: str, time: float, baseline_time: float) -> str:
-    cells = (what, f"{text(time)} {unit}", peer, f"{text(baseline_time)} {unit}")
-    return "| " + " | ".join((*cells, f"{time / baseline_time:.2g}")) + " |"
+def line(pick: Pick, time: float, baseline_time: float) -> str:
+    times = [f"{text(value)} {pick.unit}" for value in (time, baseline_time)]
+    cells = (pick.what, times[0], pick.peer, times[1], f"{time / baseline_time:.2g}")
+    return "| " + " | ".join(cells) + " |"
 
 
 def median(cell: Any) -> float:

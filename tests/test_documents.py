@@ -138,7 +138,7 @@ def test_the_commands_for_two_machines_run_as_printed(hosts, who):
 
 def test_our_commands_for_two_machines_run_as_printed_and_their_traces_are_joined(hosts, who):
     """With a rank on each, and --trace as well."""
-    start = "drumline run --launcher torchrun --nnodes 2 --node-rank"
+    start = "drumline run --nnodes 2 --node-rank"
     traces = f"{who.parent}/$(hostname).json"
     words = {"-n 4": f"-n 1 --trace {traces}", "who.py": who}
     assert hosts.typed(RUNNING, start, **words) == [

@@ -60,7 +60,7 @@ def test_an_example_fits_a_screen_and_says_how_to_run_it(path):
 
 def test_the_snippet_of_the_readme_runs(warm, tmp_path):
     readme = (ROOT / "README.md").read_text()
-    snippet = readme.split("```python\n")[1].split("```")[0]
+    snippet = readme.split("```python\n# hello.py\n")[1].split("```")[0]
     script = tmp_path / "snippet.py"
     script.write_text(snippet)
     done = warm.run("-m", "launcher", "run", "-n", "2", script)

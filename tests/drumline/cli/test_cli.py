@@ -14,13 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
-    PreTrainedTokenizerFast,
     XLNetConfig,
 )
 
@@ -235,15 +233,6 @@ def test_every_command_line_prints_the_version(prog, capsys):
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(f"{prog}.cli").main(["--version"])
     assert ended.value.code == 0 and drumline.__version__ in capsys.readouterr().out
-
-
-@pytest.fixture
-def with_tokenizer(checkpoints) -> Path:
-    _, path = checkpoints.llama()
-    words = Tokenizer(models.WordLevel({str(n): n for n in range(64)}, unk_token="0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0").save_pretrained(path)
-    return path
 
 
 def test_a_prompt_of_a_dash_is_read_from_the_standard_input(with_tokenizer, capsys, monkeypatch):
