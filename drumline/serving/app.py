@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import hmac
+import inspect
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -234,11 +235,11 @@ class Service:
         if prompts and isinstance(prompts[0], int):
             prompts = [prompts]
         self._check_capacity(len(prompts) * body.num_choices)
-        return [self._tokenize(prompt) for prompt in prompts]
+        return [self._tokenize(prompt, body.add_special_tokens) for prompt in prompts]
 
-    def _tokenize(self, prompt: Any) -> list[int]:
+    def _tokenize(self, prompt: Any, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):
-            return self._tokenize_text(prompt)
+            return self._tokenize_text(prompt, add_special_tokens=add_special_tokens)
         self._check_tokens(prompt, "prompt")
         return list(prompt)
 
@@ -251,6 +252,11 @@ class Service:
 
     def _tokenize_chat(self, body: protocol.ChatCompletionRequest) -> Prompts:
         self._check_capacity(body.num_choices)
+        reserved = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        for name in body.chat_template_kwargs:
+            if name in reserved:
+                text = f"chat_template_kwargs.{name} is not a variable of the template."
+                raise protocol.invalid_request(text, f"chat_template_kwargs.{name}")
         if not self.tokenizer.chat_template:
             raise protocol.invalid_request(
                 f"{self.name!r} has no chat template; use /v1/completions with a prompt.",
@@ -260,7 +266,6 @@ class Service:
             text = self.tokenizer.apply_chat_template(
                 [message.for_template() for message in body.messages],
                 tokenize=False,
-                add_generation_prompt=True,
                 **body.template_options(),
             )
         except Exception as error:  # a template may raise any error for messages it rejects
@@ -296,7 +301,7 @@ class Service:
         sequences = await asyncio.get_running_loop().run_in_executor(
             None, self._sequences, body, prompts, max_tokens
         )
-        stream = RequestStream(self.tokenizer, sequences)
+        stream = RequestStream(self.tokenizer, sequences, body.skip_special_tokens)
         with as_api_error():
             self.scheduler.submit(stream.generations)
         is_chat = isinstance(body, protocol.ChatCompletionRequest)
@@ -339,7 +344,9 @@ class Service:
     ) -> AsyncIterator[TextEvent]:
         """The prompts, and then the events."""
         for index, generation in enumerate(stream.generations):
-            text = self.tokenizer.decode(generation.prompt, skip_special_tokens=True)
+            text = self.tokenizer.decode(
+                generation.prompt, skip_special_tokens=stream.skip_special_tokens
+            )
             yield TextEvent(index, text, None)
         async for event in events:
             yield event

@@ -1,6 +1,7 @@
-"""OpenAI's protocol: requests, responses, chunks of a stream, errors.
+"""OpenAI's protocol: requests, and errors.
 
-Unsupported fields are rejected by name: a response that ignored one would be wrong.
+A field that cannot change the answer is dropped, and so is a value that is the default of a field
+that is not supported. Any other is refused by name: a response that ignored it would be wrong.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class ApiObject(BaseModel):  # type: ignore[misc]
 
 class StreamOptions(ApiObject):
     include_usage: bool = False
-    include_obfuscation: Literal[False] = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+    """Ignored: no chunk is padded."""
 
 
 class JsonSchema(ApiObject):
@@ -106,7 +109,7 @@ class GenerationRequest(ApiObject):
     n: int | None = Field(None, ge=1, le=128)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    skip_special_tokens: bool = True
 
     @field_validator("stop")  # type: ignore[untyped-decorator]
     @classmethod
@@ -141,6 +144,12 @@ class GenerationRequest(ApiObject):
         """True if the last chunk of the stream holds the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def includes_usage_so_far(self) -> bool:
+        """True if every chunk of the stream does."""
+        options = self.stream_options
+        return self.includes_usage and options is not None and options.continuous_usage_stats
+
     def sampling_params(self, max_tokens: int, choice: int) -> SamplingParams:
         """The parameters of one choice. With a seed, each choice has a seed of its own."""
         return SamplingParams(
@@ -168,6 +177,13 @@ class CompletionRequest(GenerationRequest):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
+    add_special_tokens: bool = True
+
+    @field_validator("logprobs", mode="before")  # type: ignore[untyped-decorator]
+    @classmethod
+    def _without_false(cls, logprobs: Any) -> Any:
+        """None for false, by which chats say that they want none."""
+        return None if logprobs is False else logprobs
 
     @property
     def num_logprobs(self) -> int | None:
@@ -181,25 +197,42 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(ApiObject):
+    model_config = ConfigDict(extra="ignore")  # cache_control, annotations
+
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(ApiObject):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    """A message. What has no meaning here is the template's, such as reasoning_content."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart] = ""
-    name: str | None = None
     tool_calls: list[dict[str, Any]] = []
-    tool_call_id: str | None = None
 
     def for_template(self) -> dict[str, Any]:
         """The message in the form that chat templates take."""
         content = self.content
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        role = "system" if self.role == "developer" else self.role
-        fields = {"tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
-        present = {name: value for name, value in fields.items() if value}
-        return {"role": role, "content": text, **present}
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        present = {name: value for name, value in (self.model_extra or {}).items() if value}
+        calls = {"tool_calls": [*map(_for_template, self.tool_calls)]} if self.tool_calls else {}
+        return {"role": role, "content": text, **present, **calls}
+
+
+def _for_template(call: dict[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are a mapping, as templates write them: the API has them as JSON."""
+    function = call.get("function")
+    if not isinstance(function, dict):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (TypeError, KeyError, ValueError, RecursionError):
+        return call
+    is_mapping = isinstance(arguments, dict)
+    return {**call, "function": {**function, "arguments": arguments}} if is_mapping else call
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -211,6 +244,12 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     tools: list[dict[str, Any]] = []
     tool_choice: Literal["none", "auto"] = "auto"
+    parallel_tool_calls: bool = True
+    documents: list[dict[str, Any]] = []
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
 
     @model_validator(mode="after")  # type: ignore[untyped-decorator]
     def _check_logprobs(self) -> ChatCompletionRequest:
@@ -223,10 +262,16 @@ class ChatCompletionRequest(GenerationRequest):
         return self.top_logprobs if self.logprobs else None
 
     def template_options(self) -> dict[str, Any]:
-        """Arguments of the chat template beside the messages. It tells the model of the tools; a
-        call of one is part of the response's text."""
-        has_tools = self.tools and self.tool_choice != "none"
-        return {"tools": self.tools} if has_tools else {}
+        """Arguments of apply_chat_template beside the messages; it tells the model of the tools."""
+        effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
+        return {
+            "tools": self.tools if self.tools and self.tool_choice != "none" else None,
+            "documents": self.documents or None,
+            "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
+            "continue_final_message": self.continue_final_message,
+            **effort,
+            **self.chat_template_kwargs,
+        }
 
 
 class TokenizeRequest(ApiObject):
@@ -244,21 +289,45 @@ class DetokenizeRequest(ApiObject):
     tokens: list[int]
 
 
-DISABLED_VALUES: dict[str, Any] = {
-    "best_of": 1,
-    "echo": False,
-    "logprobs": False,
-    "metadata": {},
-    "modalities": ["text"],
-    "service_tier": "auto",
-    "store": False,
-    "suffix": "",
-    "tool_choice": "none",
-    "tools": [],
-    "top_logprobs": 0,
+IGNORED_FIELDS = frozenset(
+    (
+        *("cache_prompt", "cache_salt", "metadata", "prediction", "priority", "prompt_cache_key"),
+        *("prompt_cache_retention", "request_id", "safety_identifier", "service_tier", "store"),
+        "user",
+    )
+)
+"""Fields that change nothing about the answer: who asks, how soon, what is kept."""
+
+DEFAULT_VALUES: dict[str, tuple[Any, ...]] = {
+    "bad_words": ([],),
+    "best_of": (1,),
+    "early_stopping": (False,),
+    "echo": (False,),
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "logprobs": (False,),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "tool_choice": ("auto", "none"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "top_n_sigma": (-1,),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "vllm_xargs": ({},),
 }
-"""Fields with the value by which clients say that they do not use them, also where a request has no
-such field."""
+"""Fields with the values by which clients say that they do not use them, also where a request has
+no such field."""
 
 
 def parse(body: bytes | bytearray) -> dict[str, Any]:
@@ -289,17 +358,26 @@ def validate(kind: type[Any], fields: dict[str, Any], max_items: int) -> Any:
         _check_num_items(fields, max_items)
         present = dict(fields)
         json.dumps(present, ensure_ascii=False).encode()
-        for name, disabled in DISABLED_VALUES.items():
-            is_other = type(present.get(name)) is not type(disabled) or present[name] != disabled
-            if not is_other and (disabled is False or name not in kind.model_fields):
-                del present[name]
-        return kind.model_validate(present)
+        return kind.model_validate(
+            {name: value for name, value in present.items() if not _is_unused(kind, name, value)}
+        )
     except UnicodeError as error:
         raise invalid_request(f"The body is not valid text: {error}") from error
     except RecursionError as error:
         raise invalid_request("The body nests lists or objects too deeply.") from error
     except ValidationError as error:
         raise _validation_error(error) from error
+
+
+def _is_unused(kind: type[Any], name: str, value: Any) -> bool:
+    """True of a field that is dropped."""
+    if name in kind.model_fields:
+        return False
+    defaults = DEFAULT_VALUES.get(name, ())
+    return name in IGNORED_FIELDS or any(
+        value == default and isinstance(value, bool) == isinstance(default, bool)
+        for default in defaults
+    )
 
 
 def _validation_error(error: ValidationError) -> ApiError:

@@ -26,9 +26,14 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Any, stop: tuple[str, ...] = (), prompt: Sequence[int] = ()
+        self,
+        tokenizer: Any,
+        stop: tuple[str, ...] = (),
+        prompt: Sequence[int] = (),
+        skip_special_tokens: bool = True,
     ) -> None:
         self.tokenizer, self.stop = tokenizer, stop
+        self._skip_special_tokens = skip_special_tokens
         self.is_stopped = False
         self._tokens = list(prompt[-NUM_PROMPT_TOKENS:])
         if self._decode(self._tokens).endswith(REPLACEMENT):
@@ -59,7 +64,7 @@ class IncrementalDetokenizer:
         return self._decode(self._tokens[self._prefix_start :])[len(prefix) :]
 
     def _decode(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=self._skip_special_tokens))
 
     def _before_stop(self, text: str) -> str:
         text = self._held_back + text

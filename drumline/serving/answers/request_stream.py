@@ -45,9 +45,11 @@ class SequenceRequest(NamedTuple):
 class RequestStream:
     """The generations of one request, and their text as it comes; used within the event loop."""
 
-    def __init__(self, tokenizer: Any, sequences: Sequence[SequenceRequest]) -> None:
+    def __init__(
+        self, tokenizer: Any, sequences: Sequence[SequenceRequest], skip_special_tokens: bool = True
+    ) -> None:
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[TextEvent | None]()
-        self._tokenizer = tokenizer
+        self._tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
         self.start, self.first_token_s = time.monotonic(), 0.0
         self.generations = [
             self._generation(index, sequence) for index, sequence in enumerate(sequences)
@@ -55,7 +57,9 @@ class RequestStream:
 
     def _generation(self, index: int, sequence: SequenceRequest) -> Generation:
         prompt, params, end_tokens, grammar = sequence
-        detokenizer = IncrementalDetokenizer(self._tokenizer, params.stop, prompt)
+        detokenizer = IncrementalDetokenizer(
+            self._tokenizer, params.stop, prompt, self.skip_special_tokens
+        )
         logprobs: list[TokenLogprob] = []  # of tokens whose text is not posted yet
 
         def on_token(token: int) -> bool:

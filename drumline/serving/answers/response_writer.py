@@ -113,7 +113,9 @@ async def chunks(
         while event is not None:
             end_reason = None if event.end_reason is None else str(event.end_reason)
             piece = ChoiceText(event.text, event.logprobs, end_reason)
-            yield _server_sent_event(response.chunk(event.index, piece, offsets[event.index]))
+            chunk = response.chunk(event.index, piece, offsets[event.index])
+            usage = {"usage": stream.usage()} if body.includes_usage_so_far else {}
+            yield _server_sent_event({**chunk, **usage})
             offsets[event.index] += len(event.text)
             event = await anext(events, None)
     except Exception as error:  # the status is sent already, so the error becomes an event

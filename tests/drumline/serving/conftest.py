@@ -1,5 +1,8 @@
 """A tiny model with a tokenizer and a chat template, for tests of the server."""
 
+import asyncio
+import json
+
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -28,3 +31,25 @@ def expected(plain, prompt, num_new=12):
     tokens = plain[0].generate(prompt_tokens, max_new_tokens=num_new, do_sample=False)[0].tolist()
     new = tokens[prompt_tokens.shape[1] :]
     return " ".join(str(n) for n in new if n > 2), "stop" if 2 in new else "length"
+
+
+async def respond(service, body, is_disconnected=False, path="completions"):
+    """The status and body that the application sends to a client, which may have gone by then."""
+    from drumline.serving.app import application
+
+    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    sent = []
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        if not is_disconnected:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": f"/v1/{path}", "headers": []}
+    await application(service, None)({**scope, "query_string": b""}, receive, send)
+    return sent[0]["status"], b"".join(part.get("body", b"") for part in sent).decode()

@@ -30,7 +30,7 @@ from drumline.serving import scheduler
 from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import Generation, ServingLimits
 from drumline.timings import ModelTimings
-from tests.drumline.serving.conftest import expected
+from tests.drumline.serving.conftest import expected, respond
 from tests.programs.chromium import Chromium
 
 REASON = "runs after `pip install openai 'drumline[serve]'`"
@@ -334,6 +334,7 @@ def test_an_invalid_request_is_an_error_in_openais_form(client, options, kind, m
             "than the 2",
         ),
         ("/tokenize", {}, "messages is not supported"),
+        ("/v1/chat/completions", {"chat_template_kwargs": {"tokenize": True}}, "kwargs.tokenize"),
     ],
 )
 def test_fields_that_would_be_ignored_are_refused(server, path, body, message):
@@ -556,26 +557,6 @@ def test_nothing_is_created_for_a_client_that_has_disconnected(plain, monkeypatc
     with closing(app.Service(["llama"], plain[0], None, LIMITS)) as service:
         status, _ = asyncio.run(respond(service, body, is_disconnected=True))
     assert status == 499 and not created
-
-
-async def respond(service, body, is_disconnected=False, path="completions"):
-    """The status and body that the application sends to a client, which may have gone by then."""
-    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
-    sent = []
-
-    async def receive():
-        if messages:
-            return messages.pop()
-        if not is_disconnected:
-            await asyncio.Event().wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message):
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": f"/v1/{path}", "headers": []}
-    await app.application(service, None)({**scope, "query_string": b""}, receive, send)
-    return sent[0]["status"], b"".join(part.get("body", b"") for part in sent).decode()
 
 
 def test_a_client_with_a_wrong_key_is_rejected(server):
