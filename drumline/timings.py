@@ -53,9 +53,6 @@ class ModelTimings:
     that it sleeps, as between tokens."""
 
     # ---- serving/ ----
-    gather_s: float = 0.003
-    """For more requests before a batch starts. Must exceed the time between requests that were sent
-    together."""
     disconnect_poll_s: float = 0.2
     """Between two checks whether a client is still connected. Must exceed the time of a check."""
     header_s: float = 10.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Place = tuple[int, str]
 """The location of a module: a rank, and a device such as "cuda:1" or "cpu", or "disk".
@@ -51,11 +51,13 @@ class ModulePart:
     """One module that is never split: its name and the bytes it needs (weights and KV cache).
 
     `unread_nbytes` of them are not read when a token passes: a table in which rows are looked up.
+    `kept_nbytes` of them are for the cache.
     """
 
     name: str
     nbytes: int
     unread_nbytes: int = 0
+    kept_nbytes: int = 0
 
     @property
     def read_nbytes(self) -> int:
@@ -93,11 +95,26 @@ class DeviceMap:
     """The place of each module, in the order the modules run; prints as a picture.
 
     free_nbytes: the memory of every place that the plan may use, places without modules too.
+    kept_nbytes: of the bytes of a module, those for its cache.
     """
 
     places: dict[str, Place]
     nbytes: dict[str, int]
     free_nbytes: dict[Place, int]
+    kept_nbytes: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_parts(
+        cls,
+        parts: Iterable[ModulePart],
+        places: Mapping[str, Place],
+        free_nbytes: Mapping[Place, int],
+    ) -> DeviceMap:
+        """The map of parts, in their order, to the places that they are given."""
+        by_name = {part.name: part for part in parts}
+        nbytes = {name: part.nbytes for name, part in by_name.items()}
+        kept = {name: part.kept_nbytes for name, part in by_name.items()}
+        return cls({name: places[name] for name in by_name}, nbytes, dict(free_nbytes), kept)
 
     def of(self, rank: int) -> dict[str, str]:
         """The modules of one rank, and the device of each."""
@@ -125,6 +142,12 @@ class DeviceMap:
 
     def used(self, place: Place) -> int:
         return sum(self.nbytes[name] for name, where in self.places.items() if where == place)
+
+    def free_for_tokens(self, place: Place) -> tuple[int, int]:
+        """The bytes of a place that were planned for caches, and those beyond the plan."""
+        names = [name for name, where in self.places.items() if where == place]
+        kept = sum(self.kept_nbytes.get(name, 0) for name in names)
+        return kept, self.free_nbytes.get(place, 0) - self.used(place)
 
     def picture(self, width: int = 24) -> str:
         """One line per place: a bar of its memory, the bytes, and what it holds."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from drumline.contact.loading.configs import attention_of
+from drumline.contact.loading.configs import attention_of, generation_settings
 from drumline.core.device_map import Place
 from drumline.errors import DrumlineError, PeerLost, PlanError
 from drumline.kv_cache.owner import make_pool
@@ -29,6 +29,12 @@ log = logging.getLogger("drumline")
 
 MAX_UNTOLD_TOKENS = 1 << 12
 """Of a request, where neither it nor the model's config says how long it can be."""
+
+TRIED_TOKENS, TRIED_STEPS = 12, 2
+"""Of a request by which it is tried whether a model can be batched over pages."""
+
+MAX_DIFFERENCE = 0.05
+"""Relative to the norm, of logits that are equal up to the last bits, also of half precision."""
 
 
 class PoolsOfRanks:
@@ -113,10 +119,12 @@ class BatchedRanks:
         config = self.model.config.get_text_config()
         kinds = paged_batches.kinds_of_layers(config)
         nbytes = paged_batches.block_nbytes(config, self.model.dtype, settings.page_size)
-        room = {
-            place: int(free * settings.max_memory_percent / (nbytes * share))
-            for place, (free, share) in self._free_and_share(kinds).items()
-        }
+        room = {}
+        for place, share in self._shares(kinds).items():
+            planned, free = self.model.device_map.free_for_tokens(place)
+            free = max(0, int(free * settings.max_memory_percent))
+            own = (planned + free) * getattr(hints, "share", 1)
+            room[place] = int(own / (nbytes * share))
         place, num_blocks = min(room.items(), key=lambda item: item[1], default=((0, ""), 1 << 40))
         requested = settings.num_blocks
         if num_blocks < max(requested or 1, 1):
@@ -129,24 +137,21 @@ class BatchedRanks:
             return int(requested)
         return min(num_blocks, self._max_useful(config, settings, hints) * len({*kinds}))
 
-    def _free_and_share(self, kinds: list[int]) -> dict[Place, tuple[int, float]]:
-        """By place with layers: the bytes left beside weights, and its share of a block. The layer
-        that attends holds once more what it reads, so one layer's share is added."""
+    def _shares(self, kinds: list[int]) -> dict[Place, float]:
+        """By place with layers, its share of a block. The layer that attends holds once more what
+        it reads, so one layer's share is added."""
         device_map, num_layers = self.model.device_map, Counter(kinds)
-        shares: Counter[Place] = Counter()
-        read: dict[Place, float] = {}
+        modules = dict(self.model.named_modules())
+        shares: dict[Place, list[float]] = defaultdict(list)
         for rank in device_map.ranks:
             for name, device in device_map.runs_on(rank).items():
-                for number in cache_layers(self.model.get_submodule(name)):
+                for number in cache_layers(modules[name]) if name in modules else ():
                     if number < len(kinds):
-                        own, place = 1 / num_layers[kinds[number]], (rank, device)
-                        shares[place] += own  # type: ignore[assignment]
-                        read[place] = max(read.get(place, 0), own)
-        free = device_map.free_nbytes
+                        shares[rank, device].append(1 / num_layers[kinds[number]])
         return {
-            place: (free[place] - device_map.used(place), share + read[place])
-            for place, share in shares.items()
-            if place in free
+            place: sum(own) + max(own)
+            for place, own in shares.items()
+            if place in device_map.free_nbytes
         }
 
     @staticmethod
@@ -157,6 +162,60 @@ class BatchedRanks:
             tokens = getattr(config, "max_position_embeddings", None) or MAX_UNTOLD_TOKENS
         num_blocks = -(-int(tokens) // int(settings.page_size)) + 1
         return 2 * num_blocks * int(settings.max_requests_per_batch)
+
+
+def tried_manager(
+    model: Any, choose: Any, length: int, share: float, tokens_beside: int, **settings: Any
+) -> Any:
+    """A manager of batches whose requests have no end, so they are cancelled.
+
+    choose: see paged_batches.SteppedModel. length: tokens of a request. share: of the memory for
+    pages, what this manager may take. settings: of continuous batching.
+
+    Some steps are tried. Raises what they raise, and DrumlineError if generate() has other logits:
+    some models keep more than keys and values, or read those of other layers.
+    """
+    from drumline.contact.batching import paged_batches
+
+    prompt = list(range(max(1, min(TRIED_TOKENS, length - TRIED_STEPS))))
+    expected = _greedy_logits(model, prompt)  # before the manager gives layers another attention
+    manager = paged_batches.PagedManager(
+        model._batched_ranks,
+        model,
+        paged_batches.Workload(max_generated_length=length, share=share),
+        choose,
+        tokens_beside,
+        generation_config=generation_settings(do_sample=False, eos_token_id=-1),
+        continuous_batching_config=paged_batches.BatchSettings(**settings),
+    )
+    try:
+        for own, other in zip(expected, manager.try_steps(prompt, TRIED_STEPS), strict=False):
+            difference = float((own - other).norm() / own.norm())
+            if not difference <= MAX_DIFFERENCE:
+                raise DrumlineError(
+                    f"rank 0: {type(model).__name__} has other logits over pages than in "
+                    f"generate(), by {difference:.0%}, so it cannot be batched continuously; use "
+                    "generate()."
+                )
+            if own.argmax() != other.argmax():  # two nearly equal ones, and so another text
+                break
+    except BaseException:
+        manager.ranks.release_attention(manager)
+        raise
+    return manager
+
+
+def _greedy_logits(model: Any, prompt: list[int]) -> list[torch.Tensor]:
+    """The logits of the first tokens behind a prompt, by generate(): [vocabulary] each."""
+    row = torch.tensor([prompt], device=model.device)
+    settings = generation_settings(
+        max_new_tokens=TRIED_STEPS,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    output = model.generate(row, attention_mask=torch.ones_like(row), generation_config=settings)
+    return [logits[0].float() for logits in output.logits]
 
 
 class PagedGenerationMixin:

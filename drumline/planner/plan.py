@@ -224,8 +224,7 @@ class _Planner:
         for group, place in zip(self.groups, placed, strict=True):
             where.update({part.name: place for part in group})
         parts = [*self.model.others, *self.model.layers]
-        sizes = {part.name: part.nbytes for part in parts}
-        return DeviceMap({part.name: where[part.name] for part in parts}, sizes, self.free_nbytes)
+        return DeviceMap.of_parts(parts, where, self.free_nbytes)
 
     def impossible(self) -> PlanError:
         total, free = self.model.nbytes, sum(self.free_nbytes.values())

@@ -140,12 +140,14 @@ def with_tokens(parts: ModelProfile, memory: TokenMemory) -> ModelProfile:
     def around(part: ModulePart) -> ModulePart:
         extra = max(0, memory.active.get(part.name, 0) - workspace)
         kept = memory.kept.get(part.name, 0)
-        return ModulePart(part.name, part.nbytes + extra + kept, part.unread_nbytes + extra)
+        nbytes, unread = part.nbytes + extra + kept, part.unread_nbytes + extra
+        return ModulePart(part.name, nbytes, unread, kept)
 
-    layers = tuple(
-        dataclasses.replace(part, nbytes=part.nbytes + memory.kept.get(part.name, 0))
-        for part in parts.layers
-    )
+    def layer(part: ModulePart) -> ModulePart:
+        kept = memory.kept.get(part.name, 0)
+        return dataclasses.replace(part, nbytes=part.nbytes + kept, kept_nbytes=kept)
+
+    layers = tuple(map(layer, parts.layers))
     others = tuple(map(around, parts.others))
     return dataclasses.replace(parts, layers=layers, others=others, workspace_nbytes=workspace)
 

@@ -29,7 +29,7 @@ def complete_user_map(
         if place[1] == "disk":
             free_nbytes = {**free_nbytes, place: model.nbytes}
     places = {part.name: _lookup(part.name, device_map, free_nbytes) for part in parts}
-    result = DeviceMap(places, {part.name: part.nbytes for part in parts}, free_nbytes)
+    result = DeviceMap.of_parts(parts, places, free_nbytes)
     _check_ties(model, places)
     _check_loose(model, places, free_nbytes)
     for place in set(places.values()):

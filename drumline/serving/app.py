@@ -37,9 +37,9 @@ from drumline.serving.answers.response_writer import (
     internal_error,
     whole_response,
 )
-from drumline.serving.front.remote_scheduler import RemoteScheduler, Scheduler
+from drumline.serving.front.remote_scheduler import RemoteScheduler
 from drumline.serving.grammar import GrammarCompiler
-from drumline.serving.scheduler import BatchScheduler, ServingLimits
+from drumline.serving.scheduler import BatchScheduler, Scheduler, ServingLimits
 from drumline.serving.status import StatusReport
 
 log = logging.getLogger("drumline.requests")

@@ -144,7 +144,7 @@ def served_names(model_path: str, served_model_name: Sequence[str] | None) -> li
 
 def limits_for(model: Any, max_length: int, max_running: int, max_waiting: int) -> ServingLimits:
     """The limits, with as many batches at a time as keep every rank of the model busy."""
-    return ServingLimits(max_length, max_running, max_waiting, max(2, len(model.device_map.ranks)))
+    return ServingLimits(max_length, max_running, max_waiting, len(model.device_map.ranks))
 
 
 def _with_template(tokenizer: Any, template: str | None) -> Any:

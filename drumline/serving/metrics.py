@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from drumline.serving.front.remote_scheduler import Scheduler
+from drumline.serving.scheduler import Scheduler
 
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 CONTENT_TYPE = CONTENT_TYPE_LATEST

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -88,7 +89,7 @@ class TokenSampler:
         self.generator = torch.Generator()
         self.seed = self.generator.seed() if params.seed is None else params.seed
 
-    @property
+    @cached_property
     def is_greedy(self) -> bool:
         """True if the sampler always takes the token with the highest logit, and keeps nothing."""
         params, plain = self.params, SamplingParams(temperature=0)

@@ -1,35 +1,41 @@
-"""Continuous batching: sequences of many requests, generated together in several batches.
+"""Continuous batching: sequences of many requests, generated together in steps.
 
 scheduler = BatchScheduler(model, ServingLimits(max_length=4096))
 scheduler.submit([Generation(prompt, SamplingParams(), on_token=print, on_end=print)])
 
-A batch is one generate(). A free thread starts a batch with everything that waits; while one batch
-is in one stage of the model, the next is in another. If all threads are busy and the queue would
-fit, a batch preempts itself after a while and restarts together with the queue: the tokens that it
-has generated are then part of its prompts.
+transformers' manager decides what a step computes: sequences join at the next one and leave when
+they end, long prompts come in chunks, equal beginnings are computed once, and where the pages of
+keys and values are full, sequences are put back. Each token is chosen here, by its sequence's own
+sampler. A model whose layers keep no pages gets one sequence at a time, by generate().
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import logging
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
-from drumline import timings
-from drumline.contact.loading.configs import generation_settings
-from drumline.errors import DrumlineError, PeerLost
+from drumline.errors import DrumlineError, PeerLost, PlanError
+from drumline.pipeline.paged_generation import tried_manager
+from drumline.serving.one_by_one import OneByOne
 from drumline.serving.sampling import Grammar, SamplingParams, TokenSampler
 
-MIN_TOKENS_BEFORE_PREEMPTION = 16  # per sequence
-PREFILL_COST = 1 / 32  # of a token that is computed again, in generated tokens
+log = logging.getLogger("drumline")
+
+PAGE_SIZE = 32
+"""The tokens of a page: sequences share the whole pages that they begin with."""
+
+CHUNK_TOKENS = {"cpu": (256, 32)}
+"""By kind of device, the tokens of prompts in a step by themselves, and beside sequences that get a
+token in it, which come so much later."""
+CHUNK_ON_ACCELERATOR = (2048, 512)
 
 
 @dataclass(frozen=True)
@@ -39,11 +45,11 @@ class ServingLimits:
     max_length: int
     """Tokens of a prompt together with its completion."""
     max_running: int = 16
-    """Sequences that run at a time, in all batches."""
+    """Sequences that run at a time, in all batches together."""
     max_waiting: int = 64
     """Sequences in the queue."""
-    num_threads: int = 2
-    """Batches that run at a time."""
+    num_batches: int = 1
+    """Steps that run at a time, of as many batches."""
     max_body_nbytes: int = 4 << 20
     """Bytes of the body of a request."""
 
@@ -120,12 +126,11 @@ class Generation:
             self.end("length")
 
     def sample(self, logits: torch.Tensor) -> int:
-        """The next token; any token if the sequence is done, or if sampling ends it by an error."""
-        if not self.is_done:
-            try:
-                return self.sampler.sample(logits)
-            except Exception as error:  # logits that are NaN: no other sequence is affected
-                self.end(error)
+        """The next token; any token if sampling is an error, by which append() ends it then."""
+        try:
+            return self.sampler.sample(logits)
+        except Exception as error:  # logits that are NaN: no other sequence is affected
+            self.cancel(error)
         return 0
 
     def end(self, reason: str | Exception) -> None:
@@ -149,220 +154,209 @@ def check_queue(limits: ServingLimits, num_waiting: int, num_sequences: int) -> 
         )
 
 
-class BatchScheduler:
-    """A queue of sequences, and threads that run batches of them.
+class Scheduler:
+    """Open sequences, of which limits.max_running run at a time and the others wait.
 
-    on_loss is called if a rank of the model is lost, after which nothing can run.
+    on_loss(error): called once if nothing can run any longer.
     """
 
     num_restarts = num_missing_ranks = 0  # see RemoteScheduler
     is_restarting = False
 
-    def __init__(
-        self,
-        model: Any,
-        limits: ServingLimits,
-        on_loss: Callable[[PeerLost], None] = lambda _: None,
-    ) -> None:
-        self.model, self.limits, self.on_loss = model, limits, on_loss
-        self.largest_batch = self.num_new_tokens = 0
-        eos = model.generation_config.eos_token_id
-        self.end_tokens = {eos} if isinstance(eos, int) else set(eos or ())
-        pad_token = model.generation_config.pad_token_id
-        self._pad = pad_token if pad_token is not None else min(self.end_tokens, default=0)
-        self.vocabulary: int = model.get_input_embeddings().num_embeddings
-        self._waiting: deque[Generation] = deque()
-        self._batches: list[list[Generation]] = []  # those that run
-        self._changed = threading.Condition()
+    def __init__(self, limits: ServingLimits, on_loss: Callable[[PeerLost], Any]) -> None:
+        self.limits, self._on_loss = limits, on_loss
+        self.end_tokens: set[int] = set()
+        self.vocabulary = self.largest_batch = self.num_new_tokens = 0
+        self._lock = threading.RLock()
+        self._open: dict[int, Generation] = {}
+        self._ids = itertools.count()
         self._closed_by: DrumlineError | None = None
-        self._is_preempting = False  # one batch is, so that no other does
-        self._threads = [threading.Thread(target=self._serve) for _ in range(limits.num_threads)]
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        with self._changed:
-            return sum(not item.is_done for batch in self._batches for item in batch)
+        return 0 if self.is_restarting else min(len(self._open), self.limits.max_running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._open) - self.num_running
 
     def unfinished(self) -> list[tuple[Generation, bool]]:
-        """The sequences that run, and those that wait; each with whether it runs."""
-        with self._changed:
-            running = [item for batch in self._batches for item in batch if not item.is_done]
-            return [(item, True) for item in running] + [(item, False) for item in self._waiting]
-
-    def submit(self, generations: Sequence[Generation]) -> None:
-        """Append all to the queue, or none. Raises as check_capacity does."""
-        with self._changed:
-            self.check_capacity(len(generations))
-            self._waiting.extend(generations)
-            self._changed.notify_all()
+        """The open sequences; each with whether it runs, if they are taken in order."""
+        with self._lock:
+            items, num_running = list(self._open.values()), self.num_running
+        return [(item, place < num_running) for place, item in enumerate(items)]
 
     def check_capacity(self, num_sequences: int) -> None:
         """Raise ServerBusy or RequestTooLarge if the queue cannot take that many now."""
         if self._closed_by is not None:
             raise self._closed_by
-        check_queue(self.limits, len(self._waiting), num_sequences)
+        num_waiting = max(len(self._open) - self.limits.max_running, 0)
+        check_queue(self.limits, num_waiting, num_sequences)
+
+    def submit(self, generations: Sequence[Generation]) -> None:
+        """Open all, or none. Raises as check_capacity does."""
+        with self._lock:
+            self.check_capacity(len(generations))
+            new = dict(zip(self._ids, generations, strict=False))
+            self._open |= new
+            self._start(new)
+
+    def _start(self, sequences: dict[int, Generation]) -> None:
+        """Have these sequences run."""
+        raise NotImplementedError
+
+    def fail(self, error: PeerLost) -> None:
+        """End every sequence, and all that come, with this error: nothing can run any longer."""
+        if self._end_all(error):
+            self._on_loss(error)
 
     def close(self) -> None:
-        """End every sequence with an error; return when no batch runs.
+        """End every sequence with an error."""
+        self._end_all(ServerStopping("rank 0: the server is being stopped; ask another one."))
 
-        A batch ends with its next token, whether or not a client reads the ones before.
-        """
-        error = ServerStopping("rank 0: the server is being stopped; ask another one.")
-        self._close_queue(error)
-        with self._changed:
-            running = [item for batch in self._batches for item in batch]
-        for item in running:
-            item.cancel(error)
+    def _end_all(self, error: DrumlineError) -> bool:
+        """True unless that was done before."""
+        with self._lock:
+            is_first = self._closed_by is None
+            self._closed_by = self._closed_by or error
+            while self._open:
+                self._open.popitem()[1].end(error)
+        return is_first
+
+
+class BatchScheduler(Scheduler):
+    """Runs sequences in steps of as many batches at a time as limits.num_batches.
+
+    on_loss is called if a rank of the model is lost, after which nothing can run.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        limits: ServingLimits,
+        on_loss: Callable[[PeerLost], Any] = lambda _: None,
+    ) -> None:
+        super().__init__(limits, on_loss)
+        eos = model.generation_config.eos_token_id
+        self.end_tokens = {eos} if isinstance(eos, int) else set(eos or ())
+        self.vocabulary = model.get_input_embeddings().num_embeddings
+        self._batch_of: dict[int, Any] = {}
+        self._batches = self._made_batches(model)
+        self._threads = [threading.Thread(target=self._run, args=(b,)) for b in self._batches]
+        for batch, thread in zip(self._batches, self._threads, strict=True):
+            batch.start()
+            thread.start()
+
+    def _made_batches(self, model: Any) -> list[Any]:
+        """Managers of batches, or OneByOne if a step shows that the model has none over pages."""
+        limits = self.limits
+        alone, beside = CHUNK_TOKENS.get(model.device.type, CHUNK_ON_ACCELERATOR)
+        make = functools.partial(
+            tried_manager,
+            model,
+            self._choose,
+            length=limits.max_length,
+            share=1 / limits.num_batches,
+            tokens_beside=beside,
+            page_size=PAGE_SIZE,
+            max_requests_per_batch=-(-limits.max_running // limits.num_batches),
+            max_batch_tokens=limits.max_running + alone,
+        )
+        try:
+            return [make() for _ in range(limits.num_batches)]
+        except (PeerLost, PlanError):
+            raise
+        except Exception as error:
+            log.warning(
+                "rank 0: %s cannot be batched over pages, so its requests are answered one at a "
+                "time: %s",
+                *(type(model).__name__, str(error) or repr(error)),
+            )
+        self.limits = replace(limits, max_running=1)
+        return [OneByOne(model, self._choose)]
+
+    def close(self) -> None:
+        """End every sequence with an error; return when no step runs."""
+        super().close()
+        for batch in self._batches:
+            _stop(batch)
         for thread in self._threads:
             thread.join()
 
-    def _close_queue(self, error: DrumlineError) -> None:
-        with self._changed:
-            self._closed_by = self._closed_by or error
-            waiting, self._waiting = list(self._waiting), deque()
-            self._changed.notify_all()
-        for item in waiting:
-            item.end(error)
+    def _start(self, sequences: dict[int, Generation]) -> None:
+        loads = [*self._batch_of.values()]
+        for number in sequences:
+            batch = min(self._batches, key=loads.count)
+            loads.append(batch)
+            self._batch_of[number] = batch
+            self._add(number)
 
-    def _serve(self) -> None:
-        torch.set_grad_enabled(False)  # a setting of this thread
-        while batch := self._start_batch():
+    def _add(self, number: int) -> None:
+        batch = self._batch_of[number]
+        try:
+            batch.add_request(self._open[number].tokens, str(number))
+        except Exception:
+            if batch.failure is None:  # otherwise _start_again() adds it
+                raise
+
+    def _choose(
+        self, names: list[str], names_with_token: list[str], logits: torch.Tensor
+    ) -> list[int]:
+        """The next tokens, by the samplers of their sequences, which get them at once."""
+        items = [self._open.get(int(name)) for name in names_with_token]
+        tokens: list[int] = logits.argmax(-1).tolist()
+        for row, item in enumerate(items):
+            if item is not None and not item.sampler.is_greedy:
+                tokens[row] = item.sample(logits[row])
+        with self._lock:
+            self.largest_batch = max(self.largest_batch, len(names))
+            for name, token in zip(names_with_token, tokens, strict=True):
+                if (item := self._open.get(int(name))) is not None:
+                    self.num_new_tokens += 1
+                    item.append(token)
+            for number in map(int, names):
+                self._leave_if_over(number)
+        return tokens
+
+    def _leave_if_over(self, number: int) -> None:
+        """Take a sequence that has ended, or was cancelled, out of its batch."""
+        item = self._open.get(number)
+        if item is not None and item.cancel_reason is not None:
+            item.end(item.cancel_reason)
+        if item is None or item.is_done:
+            self._open.pop(number, None)
+            if batch := self._batch_of.pop(number, None):
+                batch.cancel_request(str(number))
+
+    def _run(self, batch: Any) -> None:
+        """Run a batch until it is stopped; anew after a step that failed."""
+        while self._closed_by is None:
             try:
-                self._generate(batch)
+                for _ in batch:  # the tokens are there already
+                    pass
+            except PeerLost as error:
+                self.fail(error)
             except Exception as error:
-                for item in batch:
-                    item.end(error)
-                if isinstance(error, PeerLost):
-                    self._close_queue(error)
-                    self.on_loss(error)
-            self._finish_batch(batch)
+                self._start_again(batch, error)
 
-    def _start_batch(self) -> list[Generation]:
-        """The next batch, once anything waits; empty after close()."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed_by is not None or self._next_batch())
-                if self._closed_by is not None:
-                    return []
-            time.sleep(timings.TIMINGS.gather_s)
-            with self._changed:
-                batch = self._next_batch()
-                for _ in batch:
-                    self._waiting.popleft()
-                if batch:
-                    self._batches.append(batch)
-                self.largest_batch = max(self.largest_batch, len(batch))
-                self._is_preempting = self._is_preempting and not batch
-            if batch:
-                return batch
-
-    def _finish_batch(self, batch: list[Generation]) -> None:
-        """Remove a batch; if it was preempted, put its sequences at the head of the queue."""
-        unfinished = [item for item in batch if not item.is_done]
-        with self._changed:
-            self._batches.remove(batch)
+    def _start_again(self, batch: Any, error: Exception) -> None:
+        """End the sequences of the step that failed, and go on with the others."""
+        if not batch.names_in_step:  # as there is no memory for pages
+            return self.fail(PeerLost(f"rank 0: no step can be made any longer: {error}"))
+        with self._lock:
+            for number in map(int, batch.names_in_step):
+                if number in self._open:
+                    self._open[number].end(error)
+                    self._leave_if_over(number)
+            _stop(batch)
             if self._closed_by is None:
-                self._waiting.extendleft(reversed(unfinished))
-            self._changed.notify_all()
-        if self._closed_by is not None:
-            for item in unfinished:
-                item.end(self._closed_by)
-
-    def should_preempt(self, batch: list[Generation], num_steps: int, length: int) -> bool:
-        """True if a batch should stop and restart together with the queue.
-
-        num_steps: tokens of each sequence since the batch started. length: tokens of the longest.
-        True for one batch at a time, and only after so many steps that they outweigh the
-        computation of all `length` tokens again.
-        """
-        if not self._waiting:
-            return False
-        if num_steps < max(MIN_TOKENS_BEFORE_PREEMPTION, length * PREFILL_COST):
-            return False
-        with self._changed:
-            should = not self._is_preempting and bool(self._next_batch(batch))
-            self._is_preempting = self._is_preempting or should
-            return should
-
-    def _next_batch(self, restarting: Sequence[Generation] = ()) -> list[Generation]:
-        """The head of the queue, as far as the limits allow it beside the batches that run.
-
-        restarting: a batch that the result would join. Its finished sequences count against
-        max_running until that batch ends, but not after.
-        """
-        joined = [item for item in restarting if not item.is_done]
-        num_kept = len(joined)
-        num_running = sum(map(len, self._batches)) - len(restarting) + num_kept
-        for item in islice(self._waiting, max(self.limits.max_running - num_running, 0)):
-            joined.append(item)
-            # The most tokens that each row of this batch, padded to the longest, may get.
-            length = max(len(i.tokens) for i in joined) + max(i.num_remaining for i in joined)
-            if len(joined) > 1 and length > self.limits.max_length:
-                joined.pop()
-                break
-        return joined[num_kept:]
-
-    def _generate(self, batch: list[Generation]) -> None:
-        tokens, mask = self._padded([item.tokens for item in batch])
-        settings = generation_settings(
-            max_new_tokens=max(item.num_remaining for item in batch),
-            do_sample=False,  # _SampledTokens leaves one token to choose from
-            pad_token_id=self._pad,
-            eos_token_id=self.vocabulary,  # no token, as _TokenDelivery ends each sequence
-        )
-        self.model.generate(
-            tokens.to(self.model.device),
-            attention_mask=mask.to(self.model.device),
-            generation_config=settings,
-            logits_processor=[_SampledTokens(batch)],
-            stopping_criteria=[_TokenDelivery(batch, self)],
-        )
-
-    def deliver(self, batch: list[Generation], tokens: list[int]) -> None:
-        """Give the unfinished sequences of a batch their new tokens."""
-        unfinished = [pair for pair in zip(batch, tokens, strict=True) if not pair[0].is_done]
-        with self._changed:
-            self.num_new_tokens += len(unfinished)
-        for item, token in unfinished:
-            item.append(token)
-
-    def _padded(self, prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and attention mask, padded on the left: [len(prompts), longest] each."""
-        rows = [torch.tensor(prompt) for prompt in prompts]
-        pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
-        return pad(rows, padding_value=self._pad), pad([torch.ones_like(row) for row in rows])
+                batch.start()
+                for number in [n for n, owner in self._batch_of.items() if owner is batch]:
+                    self._add(number)
 
 
-class _SampledTokens:
-    """Sets all logits of a sequence to -inf, but for the token that its sampler chose."""
-
-    def __init__(self, batch: list[Generation]) -> None:
-        self.batch = batch
-
-    def __call__(self, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if all(item.is_done or item.sampler.is_greedy for item in self.batch):
-            return scores
-        sampled = torch.full_like(scores, -torch.inf)
-        for row, item in enumerate(self.batch):
-            sampled[row, item.sample(scores[row])] = 0
-        return sampled
-
-
-class _TokenDelivery:
-    """Delivers new tokens, and stops the sequences that are done, or the batch to preempt it."""
-
-    def __init__(self, batch: list[Generation], scheduler: BatchScheduler) -> None:
-        self.batch, self.scheduler = batch, scheduler
-        self.num_steps = 0
-
-    def __call__(self, tokens: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        self.num_steps += 1
-        self.scheduler.deliver(self.batch, tokens[:, -1].tolist())
-        preempts = self.scheduler.should_preempt(self.batch, self.num_steps, tokens.shape[1])
-        return torch.tensor([preempts or item.is_done for item in self.batch], device=tokens.device)
+def _stop(batch: Any) -> None:
+    """Stop a batch, whose thread may have ended with an error, which its sequences have got."""
+    if batch.is_running() or batch.failure is not None:
+        with contextlib.suppress(Exception):
+            batch.stop(hard_stop=True)

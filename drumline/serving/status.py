@@ -16,7 +16,7 @@ from typing import Any
 
 from coordinator import Peer, RankFailure
 from drumline.core.device_map import DeviceMap, Place
-from drumline.serving.front.remote_scheduler import Scheduler
+from drumline.serving.scheduler import Scheduler
 
 SAMPLE_S, NUM_SAMPLES = 1.0, 180
 NUM_LATENCIES = 512  # of the last requests

@@ -5,7 +5,10 @@ Requests, scheduling, chunks of prompts, shared beginnings, forks and sampling a
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -83,6 +86,17 @@ def block_nbytes(config: Any, dtype: torch.dtype, page_size: int) -> int:
     return int(2 * width * dtype.itemsize * page_size * config.num_hidden_layers)
 
 
+@dataclass(frozen=True)
+class Workload:
+    """The requests that a manager will get, as transformers' WorkloadHints; share: of the memory
+    for pages, what the manager may take."""
+
+    max_prompt_length: int = 0
+    max_generated_length: int = 0
+    num_requests: int = 0
+    share: float = 1
+
+
 class Pools(Protocol):
     """The pools of all ranks, as rank 0 changes them; its own layers' among them."""
 
@@ -136,6 +150,12 @@ class PagedTables(Tables):  # type: ignore[misc]
         """Keep the keys and values of a layer of rank 0; returns all that it attends to."""
         return self.pools.update(key_states, value_states, layer_idx, kwargs)
 
+    def get_seq_length(self, *_: Any) -> int:
+        raise DrumlineError(
+            "this model asks how many tokens its cache holds, which is one number for each of the "
+            "requests of a batch, so it cannot be batched continuously; use generate()."
+        )
+
     def begin_step(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Tell the pools of a step; returns the arguments of the model without what they know."""
         own = {name: arguments.pop(name, None) for name in STEP_ARGUMENTS}
@@ -157,17 +177,69 @@ class PagedTables(Tables):  # type: ignore[misc]
                 self.pools.copy_tokens(allocator.index, sources, targets)
 
 
-class SteppedModel:
-    """The model as transformers calls it, in steps of a batch."""
+ChooseTokens = Callable[[list[str], list[str], torch.Tensor], list[int]]
+"""Of a step, the requests, those of them that get a token, and its logits for each of these,
+[tokens, vocabulary]: the tokens."""
 
-    def __init__(self, model: Any, tables: PagedTables):
-        self.model, self.tables = model, tables
+
+class SteppedModel:
+    """The model as transformers calls it, in steps of a batch.
+
+    choose: what decides about tokens in place of the manager's settings. It leaves the manager the
+    logits of one token each to choose from.
+    """
+
+    def __init__(self, model: Any, processor: Any, choose: ChooseTokens | None):
+        self.model, self.choose, self.tables = model, choose, processor.cache
+        self.requests = processor.inputs_and_outputs.requests_in_batch
 
     def _supports_logits_to_keep(self) -> bool:
         return bool(self.model._supports_logits_to_keep())
 
     def __call__(self, **arguments: Any) -> Any:
-        return self.model(**self.tables.begin_step(arguments))
+        indices = arguments["logits_indices"]
+        output = self.model(**self.tables.begin_step(arguments))
+        return output if self.choose is None else self._chosen(output.logits, indices)
+
+    def _chosen(self, logits: torch.Tensor, indices: torch.Tensor) -> Any:
+        names = [each.state.request_id for each in self.requests]
+        with_token = [each.state.request_id for each in self.requests if each.has_new_token]
+        rows = indices[: len(with_token)].long()
+        if self._supports_logits_to_keep():
+            rows = torch.arange(len(with_token), device=logits.device)
+        assert self.choose is not None
+        tokens = torch.tensor(self.choose(names, with_token, logits[0, rows]), dtype=torch.long)
+        chosen = torch.full_like(logits, -torch.inf)
+        chosen[0, rows, tokens.to(logits.device)] = 0
+        return types.SimpleNamespace(logits=chosen)
+
+
+@functools.cache
+def scheduler_class(scheduler_type: str) -> type[Any]:
+    """transformers' scheduler of this name, which a prompt holds up less, and a cancelled request
+    not at all."""
+
+    base: Any = api.SCHEDULER_MAPPING[scheduler_type]
+
+    class PacedScheduler(base):  # type: ignore[misc]
+        tokens_beside: int | None = None
+        block_new_requests: bool
+
+        def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
+            """Let prompts have few tokens of a step in which others get their next token."""
+            active = self.active_requests.values()
+            decoding = sum(not state.remaining_prefill_tokens for state in active)
+            if decoding and self.tokens_beside is not None:
+                token_budget = min(token_budget, decoding + self.tokens_beside)
+            return super().schedule_batch(token_budget, cache_budget)
+
+        def clear_cancelled_requests(self) -> Any:
+            """Let new requests in again: once some were put back, only a finished one did."""
+            cancelled = super().clear_cancelled_requests()
+            self.block_new_requests = self.block_new_requests and not cancelled
+            return cancelled
+
+    return PacedScheduler
 
 
 class BatchRanks(Protocol):
@@ -186,10 +258,24 @@ class BatchRanks(Protocol):
 
 class PagedManager(Manager):  # type: ignore[misc]
     """transformers' manager, over the pools of all ranks. What ends its thread is raised to whoever
-    adds a request, waits for a result or stops it."""
+    adds a request, waits for a result or stops it.
 
-    def __init__(self, ranks: BatchRanks, model: Any, hints: Any, **options: Any):
+    choose: see SteppedModel. tokens_beside: of prompts, in a step that makes tokens of others.
+    names_in_step: the requests of the step that runs, or that failed.
+    """
+
+    def __init__(
+        self,
+        ranks: BatchRanks,
+        model: Any,
+        hints: Any,
+        choose: ChooseTokens | None = None,
+        tokens_beside: int | None = None,
+        **options: Any,
+    ):
         self.ranks, self._hints = ranks, hints
+        self._choose, self._tokens_beside = choose, tokens_beside
+        self.names_in_step: list[str] = []
         try:
             super().__init__(model=model, workload_hints=hints, **options)
         except BaseException:
@@ -215,6 +301,25 @@ class PagedManager(Manager):  # type: ignore[misc]
                 f"over pages, so it cannot be batched continuously; {remedy}."
             )
         self.ranks.use_attention(self, self._attention)
+
+    def try_steps(self, prompt: list[int], num_steps: int) -> list[torch.Tensor]:
+        """Run a request that nobody made, in this thread; returns the logits of its greedy tokens,
+        [vocabulary] each. Raises what a step raises."""
+        logits: list[torch.Tensor] = []
+
+        def choose(_: list[str], __: list[str], rows: torch.Tensor) -> list[int]:
+            logits.extend(rows.float())
+            return [int(row.argmax()) for row in rows]
+
+        self._choose, used_later = choose, self._choose
+        processor = self.batch_processor = self._create_batch_processor()
+        self.add_request(prompt, "tried", max_new_tokens=num_steps)
+        while processor.prepare_next_batch():
+            self._generation_step()
+            processor.update_batch()
+        self._choose = used_later
+        self.get_result("tried", timeout=0)
+        return logits
 
     @property
     def failure(self) -> Exception | None:
@@ -285,7 +390,10 @@ class PagedManager(Manager):  # type: ignore[misc]
             )
         self.ranks.check_there()
         self.ranks.use_attention(self, self._attention)  # another manager may have released it
-        processor._generation_step(SteppedModel(self.model, processor.cache))
+        requests = processor.inputs_and_outputs.requests_in_batch
+        self.names_in_step = [each.state.request_id for each in requests]
+        processor._generation_step(SteppedModel(self.model, processor, self._choose))
+        self.names_in_step = []
         self.ranks.check_there()  # the call may have loaded the model again
 
     def _create_batch_processor(self) -> Any:
@@ -318,6 +426,12 @@ class PagedManager(Manager):  # type: ignore[misc]
         api.update_cb_config_after_cache_creation(
             settings, tables.num_blocks, tables.max_batch_tokens
         )
+        scheduler = scheduler_class(settings.scheduler_type)(
+            cache=tables,
+            safety_margin=settings.safety_margin,
+            max_requests_per_batch=settings.max_requests_per_batch,
+        )
+        scheduler.tokens_beside = self._tokens_beside
         return api.ContinuousBatchProcessor(
             cache=tables,
             config=config,
@@ -330,10 +444,6 @@ class PagedManager(Manager):  # type: ignore[misc]
             background_thread_status=self.background_thread_status,
             model_device=model.device,
             model_dtype=model.dtype,
-            scheduler=api.SCHEDULER_MAPPING[settings.scheduler_type](
-                cache=tables,
-                safety_margin=settings.safety_margin,
-                max_requests_per_batch=settings.max_requests_per_batch,
-            ),
+            scheduler=scheduler,
             distributed_helper=self.distributed_helper,
         )

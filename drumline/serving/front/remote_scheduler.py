@@ -12,75 +12,31 @@ here alone: at a stop string, or without a client. From it: {"id", "token", "log
 
 from __future__ import annotations
 
-import itertools
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from drumline.errors import DrumlineError, PeerLost
 from drumline.serving.sampling import TokenLogprob
-from drumline.serving.scheduler import (
-    BatchScheduler,
-    Generation,
-    ServerStopping,
-    ServingLimits,
-    check_queue,
-)
+from drumline.serving.scheduler import Generation, Scheduler, ServingLimits
 
 Message = dict[str, Any]
 
 
-class RemoteScheduler:
+class RemoteScheduler(Scheduler):
     """Keeps every open sequence with its tokens, and has the ranks of the moment continue it.
 
     on_loss(error): called once if no ranks will come any longer.
     """
 
     def __init__(self, limits: ServingLimits, on_loss: Callable[[PeerLost], Any]) -> None:
-        self.limits, self._on_loss = limits, on_loss
-        self.end_tokens: set[int] = set()
-        self.vocabulary = self.largest_batch = self.num_new_tokens = 0
-        self.num_restarts = self.num_missing_ranks = 0
-        self._lock = threading.RLock()
-        self._open: dict[int, Generation] = {}
-        self._ids = itertools.count()
+        super().__init__(limits, on_loss)
         self._send: Callable[[Message], Any] | None = None
-        self._closed_by: DrumlineError | None = None
 
     @property
-    def is_restarting(self) -> bool:
+    def is_restarting(self) -> bool:  # type: ignore[override]
         """True while there are no ranks to continue what is open."""
         return self._send is None
-
-    @property
-    def num_running(self) -> int:
-        return 0 if self.is_restarting else min(len(self._open), self.limits.max_running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._open) - self.num_running
-
-    def unfinished(self) -> list[tuple[Generation, bool]]:
-        """The open sequences; each with whether it runs, if the ranks take them in order."""
-        with self._lock:
-            items, num_running = list(self._open.values()), self.num_running
-        return [(item, place < num_running) for place, item in enumerate(items)]
-
-    def check_capacity(self, num_sequences: int) -> None:
-        """Raise ServerBusy or RequestTooLarge if the queue cannot take that many now."""
-        if self._closed_by is not None:
-            raise self._closed_by
-        num_waiting = max(len(self._open) - self.limits.max_running, 0)
-        check_queue(self.limits, num_waiting, num_sequences)
-
-    def submit(self, generations: Sequence[Generation]) -> None:
-        """Open all, or none. Raises as check_capacity does."""
-        with self._lock:
-            self.check_capacity(len(generations))
-            new = dict(zip(self._ids, generations, strict=False))
-            self._open |= new
-            self._start(new)
 
     def _start(self, sequences: dict[int, Generation]) -> None:
         if self._send is not None and sequences:
@@ -126,27 +82,6 @@ class RemoteScheduler:
         """Send no more: the ranks are gone."""
         with self._lock:
             self._send = None
-
-    def fail(self, error: PeerLost) -> None:
-        """End every sequence, and all that come, with this error: no ranks will come any longer."""
-        if self._end_all(error):
-            self._on_loss(error)
-
-    def close(self) -> None:
-        """End every sequence with an error."""
-        self._end_all(ServerStopping("the server is being stopped; ask another one."))
-
-    def _end_all(self, error: DrumlineError) -> bool:
-        """True unless that was done before."""
-        with self._lock:
-            is_first = self._closed_by is None
-            self._closed_by = self._closed_by or error
-            while self._open:
-                self._open.popitem()[1].end(error)
-        return is_first
-
-
-Scheduler = BatchScheduler | RemoteScheduler
 
 
 def _to_message(number: int, item: Generation) -> Message:

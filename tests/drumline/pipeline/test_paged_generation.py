@@ -385,8 +385,8 @@ def test_the_copy_that_a_layer_reads_has_memory_beside_the_pages(llama, on_maste
     """A pool that filled all that was left had none for what each layer reads back from it."""
 
     def work(model):
-        places = model._batched_ranks._free_and_share([0] * model.config.num_hidden_layers)
-        return sum(share for _, share in places.values()), model.config.num_hidden_layers
+        shares = model._batched_ranks._shares([0] * model.config.num_hidden_layers)
+        return sum(shares.values()), model.config.num_hidden_layers
 
     total, num_layers = on_master(llama[0], 2, work)
     assert total == pytest.approx(1 + 2 / num_layers)

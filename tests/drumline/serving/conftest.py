@@ -8,6 +8,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import drumline
+
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
@@ -23,6 +25,13 @@ def plain(checkpoints):
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(path)
     return model, path
+
+
+@pytest.fixture(scope="module")
+def loaded(plain):
+    """The same model as the server has it."""
+    with drumline.load(plain[1]) as model:
+        yield model
 
 
 def expected(plain, prompt, num_new=12):

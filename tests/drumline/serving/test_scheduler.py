@@ -1,55 +1,220 @@
 """Batches of sequences without a server around them."""
 
+import contextlib
 import threading
 
+import pytest
+import torch
+
+from drumline.pipeline.paged_generation import BatchedRanks
 from drumline.serving.sampling import SamplingParams
-from drumline.serving.scheduler import BatchScheduler, Generation, ServingLimits
+from drumline.serving.scheduler import CHUNK_TOKENS, PAGE_SIZE, BatchScheduler, ServingLimits
+from drumline.serving.scheduler import Generation as Sequence
 from tests.drumline.serving.conftest import expected
+from tests.drumline.test_families import CAUSAL, skip_unless_it_runs
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0)
+ENDLESS = SamplingParams(max_tokens=1900, temperature=0, ignore_eos=True)
+LIMITS = ServingLimits(max_length=2000)
 
 
-def test_an_error_of_one_sequence_ends_no_other_of_its_batch(plain):
+class Client:
+    """One sequence, and how it ended; on_token is called with the number of its tokens."""
+
+    def __init__(self, prompt, params=GREEDY, on_token=lambda _: True):
+        self.reason, self.has_begun, self.has_ended = None, threading.Event(), threading.Event()
+
+        def note(_):
+            self.has_begun.set()
+            return on_token(len(self.sequence.new_tokens))
+
+        self.sequence = Sequence(prompt, params, note, self._end)
+
+    def _end(self, reason):
+        self.reason = reason
+        self.has_ended.set()
+
+    def tokens(self):
+        assert self.has_ended.wait(60)
+        return self.sequence.new_tokens
+
+
+@contextlib.contextmanager
+def scheduling(model, limits=LIMITS):
+    """A scheduler; gives a function that submits clients, and the tokens of each pass so far."""
+    sizes = []
+
+    def count(_, args, kwargs):
+        sizes.append(kwargs["input_ids"].shape[1])
+
+    scheduler = BatchScheduler(model, limits)
+    hook = model.register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        yield scheduler, sizes
+    finally:
+        hook.remove()
+        scheduler.close()
+
+
+def submit(scheduler, *clients):
+    scheduler.submit([client.sequence for client in clients])
+    return clients
+
+
+def alone(plain, prompt, params=GREEDY):
+    rows = torch.tensor([prompt])
+    settings = {"max_new_tokens": params.max_tokens, "do_sample": False, "eos_token_id": None}
+    return plain[0].generate(rows, **settings)[0, len(prompt) :].tolist()
+
+
+def test_a_sequence_joins_at_the_next_step_and_no_token_is_computed_again(plain, loaded):
+    """The batch was stopped, and all tokens of all its sequences were computed anew."""
+    with scheduling(loaded) as (scheduler, sizes):
+
+        def join(number):
+            if number == 4:
+                submit(scheduler, second)
+            return number < 12
+
+        second = Client([7] * 20)
+        (first,) = submit(scheduler, Client([5, 6, 7], ENDLESS, join))
+        assert second.tokens() == alone(plain, [7] * 20) and first.has_ended.wait(60)
+    assert sizes == [3, 1, 1, 1, 1 + 20, *[2] * 7, 1]
+    assert first.tokens() == alone(plain, [5, 6, 7], SamplingParams(max_tokens=12))
+
+
+def test_a_beginning_that_is_shared_is_computed_once_also_after_its_first_sequence(plain, loaded):
+    beginning = [3 + n % 50 for n in range(4 * PAGE_SIZE)]
+    prompts = [[*beginning, 5 + number] for number in range(20)]
+    with scheduling(loaded) as (scheduler, sizes):
+        (first,) = submit(scheduler, Client(prompts[0]))
+        texts = [first.tokens()]
+        texts += [client.tokens() for client in submit(scheduler, *map(Client, prompts[1:]))]
+    assert texts == [alone(plain, prompt) for prompt in prompts]
+    assert sum(sizes) == len(beginning) + 20 * 9
+
+
+def test_a_long_prompt_comes_in_chunks_between_the_tokens_of_others(plain, loaded):
+    prompt, beside = [3 + n % 50 for n in range(400)], CHUNK_TOKENS["cpu"][1]
+    with scheduling(loaded) as (scheduler, sizes):
+        long = Client(prompt)
+        others = submit(scheduler, Client([5], ENDLESS), Client([6], ENDLESS))
+        assert all(client.has_begun.wait(60) for client in others)
+        submit(scheduler, long)
+        assert long.tokens() == alone(plain, prompt)
+    assert max(sizes) == 2 + beside
+
+
+def test_sequences_without_a_limit_of_their_own_run_together(loaded):
+    """They ran two at a time: each was counted with all tokens that it might get."""
+    with scheduling(loaded) as (scheduler, _):
+        clients = submit(scheduler, *(Client([5 + number], ENDLESS) for number in range(12)))
+        assert all(client.has_begun.wait(60) for client in clients)
+        assert scheduler.largest_batch == scheduler.num_running == 12
+
+
+def test_sequences_that_do_not_fit_in_the_pages_get_the_same_texts(plain, loaded, monkeypatch):
+    """One whose place was taken by older ones is begun anew with its tokens; a client that left
+    then kept all others out."""
+    monkeypatch.setattr(BatchedRanks, "num_blocks", lambda *_: 5)
+    params = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
+    prompts = [[5 + number] * 20 for number in range(6)]
+    with scheduling(loaded) as (scheduler, sizes):
+        clients = submit(scheduler, *(Client(prompt, params) for prompt in prompts))
+        assert clients[0].has_begun.wait(60)
+        clients[0].sequence.cancel()
+        texts = [client.tokens() for client in clients[1:]]
+    assert texts == [alone(plain, prompt, params) for prompt in prompts[1:]]
+    assert sum(sizes) > 5 * (20 + 49)  # some tokens were computed twice
+
+
+OPTIONS = {
+    "greedy": {"temperature": 0},
+    "a seed": {"temperature": 1.5, "seed": 7},
+    "top_p and top_k": {"temperature": 1.2, "seed": 8, "top_p": 0.9, "top_k": 20},
+    "min_p": {"temperature": 1.5, "seed": 9, "min_p": 0.1},
+    "penalties": {"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": 1.0},
+    "repetition": {"temperature": 0, "repetition_penalty": 1.5},
+    "bias": {"temperature": 0, "logit_bias": ((9, 5.0), (11, -100.0))},
+    "the end": {"temperature": 0, "min_tokens": 8, "stop_tokens": frozenset(range(3, 40))},
+    "log-probabilities": {"temperature": 1.0, "seed": 3, "num_logprobs": 2},
+}
+
+
+def test_every_option_of_a_sequence_holds_for_it_alone_among_others(plain, loaded):
+    """Each text is that of the sampler over the whole logits of one process."""
+    prompts = {name: [5, 6, 7 + place] for place, name in enumerate(OPTIONS)}
+    params = {name: SamplingParams(max_tokens=12, **options) for name, options in OPTIONS.items()}
+    wanted = {name: Client(prompts[name], params[name]) for name in OPTIONS}
+    for client in wanted.values():
+        while not client.has_ended.is_set():
+            with torch.no_grad():
+                row = torch.tensor([client.sequence.tokens])
+                client.sequence.append(client.sequence.sample(plain[0](row).logits[0, -1]))
+    with scheduling(loaded) as (scheduler, _):
+        found = {name: Client(prompts[name], params[name]) for name in OPTIONS}
+        submit(scheduler, *found.values())
+        for name, client in found.items():
+            assert client.tokens() == wanted[name].tokens(), name
+            assert client.reason == wanted[name].reason
+    logprobs = [each["log-probabilities"].sequence.sampler.logprob for each in (found, wanted)]
+    assert logprobs[0].logprob == pytest.approx(logprobs[1].logprob, abs=1e-4)
+
+
+def test_a_step_that_fails_ends_its_own_sequences_and_the_next_ones_run(plain, loaded):
+    def fail_once(*_):
+        hook.remove()
+        raise MemoryError("no memory for this step")
+
+    limits = ServingLimits(max_length=2000, max_running=2)
+    with scheduling(loaded, limits) as (scheduler, _):
+        clients = [Client([5 + number], ENDLESS, lambda number: number < 9) for number in range(2)]
+        hook = loaded.register_forward_pre_hook(fail_once)
+        submit(scheduler, *clients, waiting := Client([5, 6, 7]))
+        assert waiting.tokens() == alone(plain, [5, 6, 7])
+        assert isinstance(clients[0].reason, MemoryError)
+
+
+@pytest.mark.parametrize("family", ["gemma3n", "mamba", "opt"])
+def test_a_family_without_pages_is_served_one_sequence_at_a_time_and_said_so(
+    checkpoints, on_master, caplog, family
+):
+    """Gemma 3n reads keys of other layers: over pages it ran, with other texts."""
+    skip_unless_it_runs(family)
+    cls, config = CAUSAL[family]
+    plain = checkpoints.make(family, cls, **config)
+
+    def work(model):
+        with scheduling(model, ServingLimits(max_length=60)) as (scheduler, _):
+            clients = submit(scheduler, *(Client([5, 6, 7 + number]) for number in range(3)))
+            return [client.tokens() for client in clients], scheduler.largest_batch
+
+    texts, largest = on_master(plain[1], 2, work)
+    assert texts == [alone(plain, [5, 6, 7 + number]) for number in range(3)] and largest == 1
+    assert "answered one at a time" in caplog.text
+
+
+def test_an_error_of_one_sequence_ends_no_other_of_its_batch(plain, loaded):
     """Logits that are NaN, or text that cannot be decoded, ended all sequences of the batch."""
-    tokens, reasons, all_submitted = [], [], threading.Barrier(2)
 
-    def on_token(token: int) -> bool:
-        tokens.append(token)
-        return True
-
-    def fail(_: object) -> bool:
+    def fail(_):
         raise ValueError("no text")
 
-    def fail_to_sample(_: object) -> int:
+    def fail_to_sample(_):
         raise RuntimeError("probabilities are NaN")
 
-    generations = [
-        Generation([5], GREEDY, fail, reasons.append),
-        Generation([5], SamplingParams(max_tokens=9), on_token, reasons.append),
-        Generation([5, 6, 7], GREEDY, on_token, lambda _: all_submitted.wait(30)),
-    ]
-    generations[1].sampler.sample = fail_to_sample
-    scheduler = BatchScheduler(plain[0], ServingLimits(max_length=100))
-    scheduler.submit(generations)
-    all_submitted.wait(30)
-    scheduler.close()
-    assert [type(reason) for reason in reasons] == [RuntimeError, ValueError]
-    assert " ".join(map(str, tokens)) == expected(plain, "5 6 7", 9)[0]
+    clients = Client([5], GREEDY, fail), Client([5], SamplingParams()), Client([5, 6, 7])
+    clients[1].sequence.sampler.sample = fail_to_sample
+    with scheduling(loaded) as (scheduler, _):
+        submit(scheduler, *clients)
+        assert " ".join(map(str, clients[2].tokens())) == expected(plain, "5 6 7", 9)[0]
+    assert [type(client.reason) for client in clients] == [ValueError, RuntimeError, str]
     assert scheduler.largest_batch == 3
 
 
-def test_close_ends_a_generation_that_nobody_reads(plain):
+def test_close_ends_a_sequence_that_nobody_reads(loaded):
     """It ran to its last token before the server ended, which the launcher did not wait for."""
-    has_begun, reasons = threading.Event(), []
-
-    def on_token(_: int) -> bool:
-        has_begun.set()
-        return True
-
-    scheduler = BatchScheduler(plain[0], ServingLimits(max_length=2000))
-    params = SamplingParams(max_tokens=1900, temperature=0)
-    generation = Generation([15], params, on_token, reasons.append)
-    scheduler.submit([generation])
-    assert has_begun.wait(30)
-    scheduler.close()
-    assert "is being stopped" in str(reasons[0]) and len(generation.new_tokens) < 1900
+    with scheduling(loaded) as (scheduler, _):
+        (client,) = submit(scheduler, Client([15], ENDLESS))
+        assert client.has_begun.wait(30)
+    assert "is being stopped" in str(client.reason) and len(client.sequence.new_tokens) < 1900

@@ -253,12 +253,12 @@ def test_a_completion_may_begin_with_its_prompt(plain, complete, stream):
     assert "".join(texts).split() == ["5", "6", "7", *expected(plain, "5 6 7")[0].split()]
 
 
-def test_tools_reach_the_chat_template(plain):
+def test_tools_reach_the_chat_template(plain, loaded):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(plain[1])
     tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}5"
     tool = {"type": "function", "function": {"name": "11 12", "parameters": {}}}
     body = {"model": "llama", "messages": [{"role": "user", "content": "5"}], "max_tokens": 1}
-    with closing(app.Service(["llama"], plain[0], tokenizer, LIMITS)) as service:
+    with closing(app.Service(["llama"], loaded, tokenizer, LIMITS)) as service:
         usages = [
             json.loads(asyncio.run(respond(service, {**body, **more}, path="chat/completions"))[1])
             for more in ({"tools": [tool]}, {"tools": [tool], "tool_choice": "none"})
@@ -474,11 +474,11 @@ class HeldTokenizer(PreTrainedTokenizerFast):
 
 
 @pytest.fixture
-def held(plain):
+def held(plain, loaded):
     """A service whose tokenizer is busy with long texts until `tokenizer.release` is set."""
     tokenizer = HeldTokenizer.from_pretrained(plain[1])
     tokenizer.release = threading.Event()
-    with closing(app.Service(["llama"], plain[0], tokenizer, LIMITS)) as service:
+    with closing(app.Service(["llama"], loaded, tokenizer, LIMITS)) as service:
         service._longest_token = 1000
         yield service
         tokenizer.release.set()
@@ -539,22 +539,22 @@ def test_a_prompt_of_too_many_tokens_exceeds_the_context_length(server):
         assert status == 400 and error["code"] == "context_length_exceeded"
 
 
-def test_a_request_with_too_many_choices_is_rejected_before_any_is_created(plain, monkeypatch):
+def test_a_request_with_too_many_choices_is_rejected_before_any_is_created(loaded, monkeypatch):
     def fail(*_):
         raise AssertionError("a generation was created")
 
     monkeypatch.setattr(scheduler, "TokenSampler", fail)
     body = {"model": "llama", "prompt": [[5]] * 40, "n": 2}
-    with closing(app.Service(["llama"], plain[0], None, LIMITS)) as service:
+    with closing(app.Service(["llama"], loaded, None, LIMITS)) as service:
         status, text = asyncio.run(respond(service, body))
     assert status == 400 and "80 prompts at a time are more than the 64" in text
 
 
-def test_nothing_is_created_for_a_client_that_has_disconnected(plain, monkeypatch):
+def test_nothing_is_created_for_a_client_that_has_disconnected(loaded, monkeypatch):
     created = []
     monkeypatch.setattr(scheduler, "TokenSampler", created.append)
     body = {"model": "llama", "prompt": [5]}
-    with closing(app.Service(["llama"], plain[0], None, LIMITS)) as service:
+    with closing(app.Service(["llama"], loaded, None, LIMITS)) as service:
         status, _ = asyncio.run(respond(service, body, is_disconnected=True))
     assert status == 499 and not created
 
@@ -595,9 +595,9 @@ def test_a_client_that_disconnects_ends_its_generations(server, stream):
     assert metric(server, "drumline_new_tokens_total") - before < 4 * 1900
 
 
-def test_a_request_that_outlasts_the_grace_period_ends_with_an_error(plain, monkeypatch):
+def test_a_request_that_outlasts_the_grace_period_ends_with_an_error(plain, loaded, monkeypatch):
     """A stream was cut off, without a word, and the log was full of tracebacks."""
-    monkeypatch.setattr(plain[0].generation_config, "eos_token_id", None)  # it never ends itself
+    monkeypatch.setattr(loaded.generation_config, "eos_token_id", None)  # it never ends itself
     has_ended, reasons = threading.Event(), []
 
     def on_end(reason) -> None:
@@ -606,7 +606,7 @@ def test_a_request_that_outlasts_the_grace_period_ends_with_an_error(plain, monk
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(plain[1])
     monkeypatch.setattr(timings, "TIMINGS", ModelTimings(drain_s=0))
-    service = app.Service(["llama"], plain[0], tokenizer, LIMITS)
+    service = app.Service(["llama"], loaded, tokenizer, LIMITS)
     with closing(service):
         params = SamplingParams(max_tokens=1900, temperature=0)
         generation = Generation([15], params, lambda _: True, on_end)

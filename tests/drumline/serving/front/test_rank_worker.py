@@ -77,9 +77,9 @@ def ranks(path, scheduler):
                 thread.join()
 
 
-def test_sequences_go_on_with_the_tokens_that_one_server_gives_them(plain):
+def test_sequences_go_on_with_the_tokens_that_one_server_gives_them(plain, loaded):
     """Each ends as if no rank had gone, greedy or sampled, whatever came before it went."""
-    scheduler = BatchScheduler(plain[0], LIMITS)
+    scheduler = BatchScheduler(loaded, LIMITS)
     alone = [Client(params) for params in PARAMS]
     scheduler.submit([client.generation for client in alone])
     expected = [client.result() for client in alone]
