@@ -13,10 +13,11 @@ DrumlineError
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
 from coordinator import DrumlineError as DrumlineError
@@ -89,6 +90,22 @@ def _passed_a_script(error: DrumlineError) -> bool:
     frames = traceback.walk_tb(error.__traceback__ if isinstance(error, RefusedUse) else None)
     names = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in frames}
     return not names <= {"drumline", "transformers", "torch"}
+
+
+@contextlib.contextmanager
+def blamed_on_file(describe: Callable[[Exception], DrumlineError]) -> Iterator[None]:
+    """Within, what a parser of another library raises becomes the error of the file that it reads.
+
+    For transformers and tokenizers alone, once our own bounds were checked: they have no exception
+    for this. tokenizers raises `Exception` itself, strict configs have a class per check, and code
+    that computes with fields raises whatever it comes to, such as ZeroDivisionError.
+    """
+    try:
+        yield
+    except (DrumlineError, MemoryError):  # which no file is to blame for, or which names it
+        raise
+    except Exception as error:
+        raise describe(error) from error
 
 
 def describe_error(error: BaseException) -> str:

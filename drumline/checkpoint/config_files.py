@@ -17,7 +17,7 @@ from drumline.checkpoint.safetensors_index import Index, read_index
 from drumline.contact.loading import configs
 from drumline.contact.loading.models import class_from_code
 from drumline.contact.releases import installed
-from drumline.errors import CheckpointError
+from drumline.errors import CheckpointError, blamed_on_file
 
 LAYER_COUNT_SUFFIXES = (
     "num_layers",
@@ -44,18 +44,20 @@ def read_config(
     content = read_json(folder / "config.json")
     _check_no_pickles(folder, content)
     _check_numbers(folder, content, read_index(folder))
-    try:
-        return configs.read_config(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # each kind of config checks its fields in a way of its own
+
+    def describe(error: Exception) -> CheckpointError:
         is_known = configs.knows_model_type(str(content.get("model_type")))
         if "auto_map" in content and not is_known and not trust_remote_code:
-            raise _remote_code_error(folder, "config.json", content) from error
+            return _remote_code_error(folder, "config.json", content)
         why = textwrap.shorten(str(error), 300)
-        raise CheckpointError(
+        return CheckpointError(
             f"{folder}/config.json describes no model that transformers "
             f"{installed('transformers')} knows ({why}); copy it again, or install the version "
             "that wrote it."
-        ) from error
+        )
+
+    with blamed_on_file(describe):
+        return configs.read_config(folder, trust_remote_code=trust_remote_code)
 
 
 def read_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
@@ -67,21 +69,23 @@ def read_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
     check_regular_files(folder)
     settings = folder / "tokenizer_config.json"
     content = read_json(settings) if settings.exists() else {}
-    try:
+
+    def describe(error: Exception) -> CheckpointError:
+        if "auto_map" in content and not trust_remote_code:
+            return _remote_code_error(folder, settings.name, content)
+        files = ", ".join(sorted(file.name for file in folder.glob("tokenizer*"))) or "no such file"
+        line = str(error).strip().partition("\n")[0]
+        why = f"{files}: {type(error).__name__}: {line}"
+        return CheckpointError(
+            f"{path} holds no tokenizer that can be read ({why}), so text cannot become tokens; "
+            "save the tokenizer of the model there, or call generate() with tokens in a script."
+        )
+
+    with blamed_on_file(describe):
         tokenizer = configs.read_tokenizer(folder, trust_remote_code=trust_remote_code, **options)
         if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
             raise ValueError("its vocabulary is empty")  # as transformers makes one of no files
         return tokenizer
-    except Exception as error:  # what the files lack is whatever error it comes to
-        if "auto_map" in content and not trust_remote_code:
-            raise _remote_code_error(folder, settings.name, content) from error
-        files = ", ".join(sorted(file.name for file in folder.glob("tokenizer*"))) or "no such file"
-        line = str(error).strip().partition("\n")[0]
-        why = f"{files}: {type(error).__name__}: {line}"
-        raise CheckpointError(
-            f"{path} holds no tokenizer that can be read ({why}), so text cannot become tokens; "
-            "save the tokenizer of the model there, or call generate() with tokens in a script."
-        ) from error
 
 
 def _remote_code_error(folder: Path, file: str, content: Mapping[str, Any]) -> CheckpointError:
@@ -116,14 +120,18 @@ def code_digest(folder: Path) -> str:
 def read_generation_config(path: str | Path) -> Any:
     """The generation settings of a checkpoint; in older ones, those in its config.json."""
     file = Path(path, "generation_config.json")
-    try:
-        return configs.read_generation_settings(path, is_in_config=not file.exists())
-    except Exception as error:  # its fields are checked in many ways
-        why = textwrap.shorten(str(error), 300)
-        raise CheckpointError(
-            f"{file if file.exists() else path} says nothing that a model can be generated with "
-            f"({why}); copy it again."
-        ) from error
+    is_there = file.exists()
+    if is_there:
+        read_json(file)
+
+    def describe(error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"{file if is_there else path} says nothing that a model can be generated with "
+            f"({textwrap.shorten(str(error), 300)}); copy it again."
+        )
+
+    with blamed_on_file(describe):
+        return configs.read_generation_settings(path, is_in_config=not is_there)
 
 
 def _check_numbers(folder: Path, content: Mapping[str, Any], index: Index) -> None:

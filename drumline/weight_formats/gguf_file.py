@@ -36,7 +36,7 @@ from drumline.contact.loading.gguf_tables import (
 from drumline.contact.releases import installed
 from drumline.core.consistency import run_on_all_ranks
 from drumline.core.shards import Region
-from drumline.errors import CheckpointError
+from drumline.errors import CheckpointError, blamed_on_file
 
 COMPUTED = (
     "rope_freqs.weight",
@@ -165,16 +165,18 @@ def read_gguf_config(file: Path) -> Any:
 
 def _config(file: Path) -> Any:
     """The config of a file whose header is known to be whole."""
-    try:
+
+    def describe(error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"{file} describes no model that transformers {installed('transformers')} can make of "
+            f"a GGUF file ({error}); give the checkpoint that it was made from."
+        )
+
+    with blamed_on_file(describe):
         config = read_config(file.parent, gguf_file=file.name)
         if not config.architectures:
             config.architectures = [language_model_name(config)]
         return config
-    except Exception as error:  # each architecture is read in a way of its own
-        raise CheckpointError(
-            f"{file} describes no model that transformers {installed('transformers')} can make of "
-            f"a GGUF file ({error}); give the checkpoint that it was made from."
-        ) from error
 
 
 def read_gguf_weights(source: CheckpointFiles, model: Any, dtype: torch.dtype) -> CheckpointFiles:
