@@ -34,7 +34,6 @@ from launcher.external.node_messages import (
     ASKS,
     NodeChannel,
     NodeDescription,
-    description_of,
     endpoint,
     missing,
     notice,
@@ -46,7 +45,8 @@ from launcher.external.node_messages import (
 from launcher.job import Job
 
 NODE = purpose_of("node")
-NO_LAUNCH = (KeyError, ValueError, TypeError, AttributeError)  # of what answers as no first node
+# Of no first node, of what answers as none, and of one that is not ready.
+NOT_YET = (OSError, ConnectionBroken, KeyError, ValueError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class NodeFollower:
                 if self._obey(message):
                     return True
                 timeout_s = 0
-        except (ConnectionBroken, *NO_LAUNCH):
+        except NOT_YET:
             self._is_joined = False
         if time.monotonic() - self._heard_s > 2 * timings.TIMINGS.node_status_s:
             self._is_joined = False
@@ -153,23 +153,17 @@ class NodeFollower:
             while self._attempt is None and self._end is None:
                 message = self._channel.next(2 * timings.TIMINGS.node_status_s)
                 if message is None:
-                    return os.strerror(errno.ETIMEDOUT)
+                    raise TimeoutError
                 self._obey(message)
             self._is_joined = True
             return ""
-        except ConnectionBroken:
-            return "the first node closed the connection"
-        except NO_LAUNCH:
-            return "the process listening there is not a drumline launch"
-        except ConnectionRefusedError as error:
-            if self._stays and self._heard_s > 0:
+        except NOT_YET as error:
+            if isinstance(error, ConnectionRefusedError) and self._stays and self._heard_s > 0:
                 raise LaunchError(
                     f"the command of the first node, at {self._place}, has exited without "
                     "reporting anything, and all ranks here with it. Start it again, and then "
                     "this one."
                 ) from None
-            return str(error.strerror)
-        except OSError as error:
             return _reason(error)
 
     def _introduce(self, deadline: float) -> NodeChannel:
@@ -177,7 +171,8 @@ class NodeFollower:
         address = (self.job.master_addr, self.port)
         connected = connected_to_first(address, self._token, deadline)
         channel = self._opened.enter_context(connected)
-        _introduced(channel, description_of(self.job), self._place)
+        node = NodeDescription.of(self.job.node_rank, self.job.nnodes, self.job.nprocs)
+        _introduced(channel, node, self._place)
         return channel
 
     def _obey(self, message: dict[str, Any]) -> bool:
@@ -199,12 +194,14 @@ class NodeFollower:
         return "end" in message or "stop" in message
 
 
-def _reason(error: OSError) -> str:
-    return (
-        os.strerror(errno.ETIMEDOUT)
-        if isinstance(error, TimeoutError)
-        else (error.strerror or str(error))
-    )
+def _reason(error: Exception) -> str:
+    """Why there is no first node yet: one of NOT_YET, in words."""
+    if isinstance(error, ConnectionBroken):
+        return "the first node closed the connection"
+    if isinstance(error, OSError):
+        is_late = isinstance(error, TimeoutError)
+        return os.strerror(errno.ETIMEDOUT) if is_late else error.strerror or str(error)
+    return "the process listening there is not a drumline launch"
 
 
 @contextlib.contextmanager
@@ -218,11 +215,11 @@ def connected_to_first(
     """
     place, left_s = endpoint(*address), max(0.01, deadline - time.monotonic())
     if token.is_secret and (problem := encryption_problem()):
-        raise LaunchError(f"{problem}, or start all nodes with --insecure.", (), 1)
+        raise LaunchError(f"{problem}, or start all nodes with --insecure.")
     try:
         plain = socket.create_connection(address, min(timings.TIMINGS.node_connect_s, left_s))
     except UnicodeError:
-        raise LaunchError(f"{address[0]!r} is not a name of a host.", (), 1) from None
+        raise LaunchError(f"{address[0]!r} is not a name of a host.") from None
     with contextlib.ExitStack() as stack:
         connection = FramedConnection(plain)
         stack.callback(lambda: connection.socket.close())
@@ -234,13 +231,11 @@ def connected_to_first(
         except SecretRejected:
             raise LaunchError(
                 f"the token is not that of the first node at {place}: type the one that it printed "
-                "when it started, which is another each time. Nothing was started here.",
-                (),
-                1,
+                "when it started, which is another each time. Nothing was started here."
             ) from None
         except Rejected as error:
             raise LaunchError(
-                f"at {place} is not a first node that this one could join: {error}.", (), 1
+                f"at {place} is not a first node that this one could join: {error}."
             ) from None
         yield NodeChannel(connection.socket)
 
@@ -254,9 +249,7 @@ def _introduced(channel: NodeChannel, node: NodeDescription, place: str) -> dict
     if problem := answer["problem"]:
         raise LaunchError(
             f"the first node, at {place}, waits for others than this one: {printable(problem)}. "
-            "Give the same command on every node, but for --node-rank.",
-            (),
-            1,
+            "Give the same command on every node, but for --node-rank."
         )
     return answer
 
@@ -278,8 +271,5 @@ def ask_to_join(address: tuple[str, int], token: LaunchToken, node_rank: int = A
                 words = tuple(str(printable(word)) for word in answer["command"])
                 host = str(printable(answer["host"]))
                 return Invitation(answer["node_rank"], answer["nnodes"], host, words)
-        except (ConnectionBroken, *NO_LAUNCH) as error:
-            why = str(error) if isinstance(error, ConnectionBroken) else "no launch answers there"
-        except OSError as error:
-            why = _reason(error)
-        wait.pause(why)
+        except NOT_YET as error:
+            wait.pause(_reason(error))

@@ -30,7 +30,6 @@ from launcher.external.node_messages import (
     ASKS,
     NodeChannel,
     NodeDescription,
-    description_of,
     endpoint,
     missing,
     notice,
@@ -84,7 +83,8 @@ class NodeLeader:
 
     def __init__(self, job: Job, stays: bool = False, must_be_even: bool = True) -> None:
         self.job, self.port = job, job.master_port or ports.NODES_PORT
-        self.me, self._must_be_even = description_of(job), must_be_even
+        self.me = NodeDescription.of(0, job.nnodes, job.nprocs)
+        self._must_be_even = must_be_even
         self.selector = selectors.DefaultSelector()
         self._has_begun = False
         self._begun: list[int] = []  # the other nodes whose ranks were started last
@@ -156,7 +156,8 @@ class NodeLeader:
     def _give_up(self, limit_s: float) -> None:
         awaited = self._names(self.missing or sorted(self.nodes))
         error = too_late(awaited, self._place, limit_s, self._seen())
-        self._tell(end=str(error), code=error.exit_code)
+        for connection in self.nodes.values():
+            connection.send(end=str(error), code=error.exit_code)
         raise error
 
     def close(self) -> None:
@@ -263,10 +264,6 @@ class NodeLeader:
 
     def _seen(self) -> str:
         return f"nodes seen: {len(self.nodes) + len(self.gone)}"
-
-    def _tell(self, **message: Any) -> None:
-        for connection in self.nodes.values():
-            connection.send(**message)
 
     def _welcome(self, accepted: socket.socket, _: Hello) -> None:
         """Take over the connection of a node that has proved that it knows the token."""

@@ -61,9 +61,8 @@ class NodeDescription:
         """Raises ValueError for anything else than a description."""
         types = {"version": str, "host": str}
         fields = cls.__dataclass_fields__
-        if not isinstance(values, dict) or values.keys() != fields.keys():
-            raise ValueError("no description of a node")
-        if any(type(values[name]) is not types.get(name, int) for name in fields):
+        has_fields = isinstance(values, dict) and values.keys() == fields.keys()
+        if not has_fields or any(type(values[f]) is not types.get(f, int) for f in fields):
             raise ValueError("no description of a node")
         return cls(**{name: printable(value) for name, value in values.items()})
 
@@ -180,7 +179,3 @@ def placed(job: Job, values: dict[str, Any]) -> Job:
     ranks, secret = tuple(values["ranks_of_nodes"]), bytes.fromhex(values["secret"])
     place = {name: values[name] for name in ("launch_id", "nnodes", "master_port", "node_rank")}
     return replace(job, **place, ranks_of_nodes=ranks, secret=secret)
-
-
-def description_of(job: Job) -> NodeDescription:
-    return NodeDescription.of(job.node_rank, job.nnodes, job.nprocs)
