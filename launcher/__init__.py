@@ -19,7 +19,7 @@ from launcher.errors import (
 )
 from launcher.job import Job, Target
 from launcher.launch_info import LaunchInfo, LaunchInfoError
-from launcher.launch_job import launch
+from launcher.launch_job import launch, run_job
 from launcher.ports import listen
 from launcher.registry import register
 from launcher.runtime.outliving import outlive_failures
@@ -115,6 +115,7 @@ __all__ = [
     "purpose_of",
     "recorder",
     "register",
+    "run_job",
     "start",
     "time_scale",
 ]

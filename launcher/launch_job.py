@@ -61,8 +61,8 @@ def launch(
 
     encrypt: all Coordinators and Communicators of the ranks encrypt; see docs/security.md.
 
-    nnodes: with torchrun, each node calls this, and the variable DRUMLINE_TOKEN holds the same
-    token on all of them, as docs/security.md says.
+    nnodes: with multiprocessing and torchrun, each node calls this, and the variable
+    DRUMLINE_TOKEN holds the same token on all of them, as docs/security.md says.
 
     Raises LaunchError as soon as one rank fails, after ending the others. Processes that
     ranks leave running are ended with them.
@@ -85,15 +85,18 @@ def launch(
         token=launch_token.take(os.environ) if needs_token(nnodes, launcher) else None,
     )
     try:
-        return start(job, launcher, trace)
+        return run_job(job, launcher, trace)
     except LaunchInterrupted as stopped:
         # So that the program handles Ctrl-C as it would without a launch.
         signal.raise_signal(stopped.exit_code - 128)
         raise
 
 
-def start(
-    job: Job, name: str, trace_file: str | os.PathLike[str] | None = None, **options: Any
+def run_job(
+    job: Job,
+    name: str = "multiprocessing",
+    trace_file: str | os.PathLike[str] | None = None,
+    **options: Any,
 ) -> list[Any]:
     """Run the job with the launcher of that name; with a trace_file, record a trace there."""
     check(job, name, trace_file)

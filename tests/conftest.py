@@ -4,6 +4,7 @@ import functools
 import os
 import re
 import secrets
+import shlex
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 
 from launcher import LaunchInfo
 from tests.network_hosts import NetworkHosts, NoNetworkNamespaces
-from tests.programs.warm import WARM, WarmParent
+from tests.programs.warm import WARM, WarmParent, WarmProcess
 
 ROOT = Path(__file__).parents[1]
 # As an activated environment does: programs that pip has installed, mpiexec among them, are found.
@@ -113,6 +114,15 @@ def warm(pytestconfig: pytest.Config) -> Iterator[WarmParent]:
         parent.close()
 
 
+COMMAND_ON_HOST = """
+import sys
+from drumline.cli import main
+from tests.network_hosts import enter
+enter(sys.argv[1])
+sys.exit(main(sys.argv[2:]))
+"""
+
+
 class Hosts(NetworkHosts):
     """Two hosts that reach each other by name; to itself, each is a name of its loopback."""
 
@@ -128,6 +138,13 @@ class Hosts(NetworkHosts):
             text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
         )
+
+    def warm(self, parent: WarmParent, index: int, line: str, **environ: str) -> WarmProcess:
+        """`drumline ...` as a page has it, by a process that has imported torch already."""
+        line = line.replace("10.0.0.1", self.addresses[0])
+        words = shlex.split(line, comments=True)[1:]
+        env = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
+        return parent.start("-c", COMMAND_ON_HOST, self.names[index], *words, env=env, cwd=ROOT)
 
     def typed(self, page, start="torchrun --nnodes 2", **words):
         """What the lines for two machines on a page print, each typed on its own host.

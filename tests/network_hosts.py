@@ -44,6 +44,15 @@ def ip(*arguments: str) -> str:
     return done.stdout
 
 
+def enter(name: str) -> None:
+    """Move this process, which has one thread, to the host of that name."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", name).open() as namespace:
+        if libc.setns(namespace.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWUTS):
+            raise OSError(ctypes.get_errno(), f"{name} cannot be entered")
+    socket.sethostname(name)
+
+
 class Namespaces:
     """So many hosts without a network between them. Raises NoNetworkNamespaces."""
 
@@ -72,12 +81,7 @@ class Namespaces:
         return [*inside, f'hostname {name}; exec "$@"', "sh", *command]
 
     def enter(self, index: int) -> None:
-        """Move this process, which has one thread, to that host."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        with Path("/run/netns", self.names[index]).open() as namespace:
-            if libc.setns(namespace.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWUTS):
-                raise OSError(ctypes.get_errno(), f"{self.names[index]} cannot be entered")
-        socket.sethostname(self.names[index])
+        enter(self.names[index])
 
     def write_table(self, index: int, text: str) -> None:
         """Give commands on the host an /etc/hosts of their own; ip-netns(8) mounts it."""

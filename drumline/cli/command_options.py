@@ -82,7 +82,7 @@ def _plan(options: argparse.Namespace) -> None:
     from drumline.errors import DrumlineError
 
     num_ranks = options.ranks or len(options.memory)
-    memory = _memory_per_rank(options, num_ranks)
+    memory = _memory_per_rank(options.memory, num_ranks)
     assert memory is not None  # a required option
     sizes = (options.batch, options.length)
     speeds = (options.bandwidth, options.hop)
@@ -99,12 +99,25 @@ def _plan(options: argparse.Namespace) -> None:
 def _generate(options: argparse.Namespace) -> None:
     set_patience(options.patience)
     memory = _check_model(options)
+    job = _job_of_nodes(options, f"{__name__}:generate_on_node", "drumline.cli.generate")
     prompt = options.prompt
-    if prompt == "-" and launcher.current().rank == 0:  # the prompt of other ranks is not read
+    if prompt == "-" and launcher.current().rank == 0 and not options.node_rank:  # rank 0's alone
         prompt = sys.stdin.read().removesuffix("\n")
-    arguments = (options.model, prompt, options.max_new_tokens, options.seed, memory)
+    arguments = (options.model, prompt, options.max_new_tokens, options.seed)
     settings = _load_settings(options)
-    _on_ranks("drumline.cli.generate", "generate_text", options.ranks, arguments, settings)
+    if job is None:
+        call = ("drumline.cli.generate", "generate_text", options.ranks, (*arguments, memory))
+        _on_ranks(*call, settings, options.encrypt)
+    else:
+        launcher.run_job(dataclasses.replace(job, args=(options.memory, arguments, settings)))
+
+
+def generate_on_node(
+    sizes: list[str] | None, arguments: tuple[Any, ...], settings: dict[str, Any]
+) -> None:
+    """Generate text in a rank of several nodes, of which each may have started another number."""
+    memory = _memory_per_rank(sizes, launcher.current().world_size)
+    call_by_name("drumline.cli.generate", "generate_text", (*arguments, memory), settings)
 
 
 def _bench(options: argparse.Namespace) -> None:
@@ -123,7 +136,8 @@ def _serve(options: argparse.Namespace) -> None:
     settings = {name: getattr(options, name) for name in names}
     map_options = {name: getattr(options, name) for name in ("dtype", "device_map", "tp")}
     load_settings = _load_settings(options)
-    job = _job_of_front(options)
+    worker = "drumline.serving.front.rank_worker"
+    job = _job_of_nodes(options, f"{worker}:serve_front", worker, options.restarts)
     if job is not None and memory:
         memory = memory[job.node_rank * job.nprocs :][: job.nprocs]
     arguments = (options.model, *endpoint, memory, *limits)
@@ -143,11 +157,13 @@ def _serve(options: argparse.Namespace) -> None:
             _on_ranks(*server, options.ranks, arguments, settings, options.encrypt)
 
 
-def _job_of_front(options: argparse.Namespace) -> launcher.Job | None:
-    """The ranks of this node behind a front; None if the front is rank 0 itself."""
+def _job_of_nodes(
+    options: argparse.Namespace, function: str, preload: str, restarts: int = 0
+) -> launcher.Job | None:
+    """The ranks of this node, as one of several or to be started again; None if it is neither."""
     from drumline.errors import DrumlineError
 
-    nnodes = options.nnodes or 1
+    nnodes, command = options.nnodes or 1, f"`drumline {options.command.name} -n N`"
     if options.nnodes is None and (options.master_addr or options.master_port or options.node_rank):
         raise DrumlineError(
             "--master-addr, --master-port and --node-rank are for several nodes; add --nnodes N, "
@@ -156,29 +172,27 @@ def _job_of_front(options: argparse.Namespace) -> launcher.Job | None:
     is_rank = launcher.current().world_size > 1
     if options.encrypt and is_rank and not launcher.is_encrypted():
         raise DrumlineError(
-            "--encrypt is for ranks that `drumline serve -n N` starts itself, and another launcher "
-            "has started these without it; give it to that one (`drumline run --encrypt`)."
+            f"--encrypt is for ranks that {command} starts itself, and another launcher has "
+            "started these without it; give it to that one (`drumline run --encrypt`)."
         )
-    if not (options.restarts or nnodes > 1 or options.node_rank):
+    if not (restarts or nnodes > 1 or options.node_rank):
         return None
     if is_rank:
         raise DrumlineError(
-            "--restarts and --nnodes are for ranks that `drumline serve -n N` starts itself, and "
-            "another launcher has started these; leave them out, and have that launcher start "
-            "them again (`drumline run --max-restarts`), or give -n N without that launcher."
+            f"--restarts and --nnodes are for ranks that {command} starts itself, and another "
+            "launcher has started these; leave them out, and have that launcher start them again "
+            "(`drumline run --max-restarts`), or give -n N without that launcher."
         )
-    worker = "drumline.serving.front.rank_worker"
     place = {} if options.master_addr is None else {"master_addr": options.master_addr}
     try:
         job = launcher.Job(
-            launcher.Target("function", f"{worker}:serve_front"),
+            launcher.Target("function", function),
             nprocs=options.ranks,
             nnodes=nnodes,
             node_rank=options.node_rank,
             master_port=options.master_port,
-            launch_id="drumline serve",
             encrypt=options.encrypt,
-            preload=(worker,),
+            preload=(preload,),
             **place,
         )
     except ValueError as error:
@@ -239,13 +253,12 @@ def _check_model(options: argparse.Namespace) -> list[str] | None:
     starts_ranks = world_size == 1 < options.ranks * nnodes
     if starts_ranks and node_rank == 0 and not is_gguf:  # or the files may be on another machine
         check_has_config(Path(options.model), options.adapter)
-    return _memory_per_rank(options, max(world_size, options.ranks * nnodes))
+    return _memory_per_rank(options.memory, max(world_size, options.ranks * nnodes))
 
 
-def _memory_per_rank(options: argparse.Namespace, num_ranks: int) -> list[str] | None:
+def _memory_per_rank(sizes: list[str] | None, num_ranks: int) -> list[str] | None:
     from drumline.errors import PlanError
 
-    sizes: list[str] | None = options.memory
     if sizes is None or len(sizes) == num_ranks:
         return sizes
     if len(sizes) == 1:
@@ -344,6 +357,29 @@ _PLAN_OPTIONS = (
     _option("--png", "draw the map as a PNG or SVG; default: none", type=Path, metavar="FILE"),
 )
 _PATIENCE: Option = (("--patience",), PATIENCE_OPTION)
+_NODES = (
+    _option(
+        "--nnodes",
+        "number of nodes, each with this command; default: 1",
+        type=at_least(1),
+        metavar="N",
+    ),
+    _count("--node-rank", "the index of this node", 0, low=0),
+    _option(
+        "--master-addr",
+        "address of the first node; default: there, its only one",
+        metavar="ADDRESS",
+    ),
+    _option(
+        "--master-port",
+        "port of the first node for the others; default: the same one always",
+        type=_PORT,
+        default=0,
+        metavar="PORT",
+    ),
+    *(((name,), settings) for name, settings in TOKEN_OPTIONS.items()),
+    _option("--encrypt", "encrypt what passes between ranks of several nodes", action="store_true"),
+)
 _GENERATE_OPTIONS = (
     *_MODEL_OPTIONS,
     _option(
@@ -354,6 +390,7 @@ _GENERATE_OPTIONS = (
     ),
     _count("--max-new-tokens", "tokens to generate at most", 64),
     _option("--seed", "sample with this seed; default: greedy", type=_SEED, metavar="N"),
+    *_NODES,
     _PATIENCE,
 )
 _BENCH_OPTIONS = (
@@ -395,27 +432,7 @@ _SERVE_OPTIONS = (
         type=at_least(2),
         metavar="TOKENS",
     ),
-    _option(
-        "--nnodes",
-        "number of nodes, each with this command; default: 1",
-        type=at_least(1),
-        metavar="N",
-    ),
-    _count("--node-rank", "the index of this node", 0, low=0),
-    _option(
-        "--master-addr",
-        "address of the first node; default: there, its only one",
-        metavar="ADDRESS",
-    ),
-    _option(
-        "--master-port",
-        "port of the first node for the others; default: the same one always",
-        type=_PORT,
-        default=0,
-        metavar="PORT",
-    ),
-    *(((name,), settings) for name, settings in TOKEN_OPTIONS.items()),
-    _option("--encrypt", "encrypt what passes between ranks of several nodes", action="store_true"),
+    *_NODES,
     _count("--restarts", "times that ranks are started again after one died", 0, low=0),
     _count("--max-running", "sequences generated at the same time", 16),
     _count("--max-waiting", "sequences that may wait for their turn", 64),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from launcher.local.launch_watch import LaunchWatch
 
 NAME = "multiprocessing"
-SUPPORTS = frozenset({"bind", "encrypt", "log_dir", "preload", "trace"})
+SUPPORTS = frozenset({"bind", "encrypt", "log_dir", "nnodes", "preload", "trace"})
 
 
 def detect(environ: Mapping[str, str]) -> LaunchInfo | None:

@@ -28,10 +28,16 @@ def launch_local(
 ) -> list[Any]:
     """Each rank's result, by rank. Raises LaunchError if one fails.
 
+    Of several nodes, those of this one; they meet before, unless the job has their secret already.
+
     owns_process: this process exists only for this launch (the command line), so its ranks may
     leave it as any Python program ends, by unwinding. watch: for other threads of the program.
     """
     _check_open_files(job)
+    if job.nnodes > 1 and job.secret is None:
+        from launcher.external import node_rendezvous  # not needed by a launch of one node
+
+        job = node_rendezvous.meet(job)
     linux.open_missing_streams()
     cpu_sets = cpu_affinity.assign_cpus(job.nprocs) if job.bind else []
     output = Output(job.log_dir, job.nprocs, job.first_rank)
@@ -103,16 +109,13 @@ def _prepare(
 def _meeting_point(job: Job) -> tuple[int, dict[str, int]]:
     """The Coordinator's port, and the descriptors of the launch by their names in extras.
 
-    Of several nodes each has this function, with the secret and the port that the first one has
-    chosen, where rank 0 listens itself.
+    Of several nodes each has this function, with the secret and the launch id that the first one
+    has chosen, and the port of both; rank 0 listens there itself.
     """
     if job.nnodes > 1:
-        if job.secret is None:
-            raise ValueError(
-                "a job of several nodes has no secret until they have met (NodeLeader.begin, "
-                "NodeFollower.join), so nothing was started"
-            )
-        return job.master_port, {"secret_fd": launch_secret.store(job.secret)}
+        assert job.secret is not None
+        port = job.master_port or ports.candidates(job.launch_id)[0]
+        return port, {"secret_fd": launch_secret.store(job.secret)}
     listener = ports.listen(job.launch_id, job.master_addr, job.master_port)
     port = listener.getsockname()[1]
     return port, {"master_fd": listener.detach(), "secret_fd": launch_secret.create()}

@@ -51,7 +51,7 @@ ARGUMENTS = {
     "trace": ["--trace", "trace.json"],
 }
 UNSUPPORTED = {
-    "multiprocessing": ["nnodes"],
+    "multiprocessing": [],
     "threads": ["nnodes", "bind", "preload"],
     "torchrun": ["bind", "preload"],
     "mpi": ["preload"],

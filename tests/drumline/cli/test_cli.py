@@ -6,6 +6,7 @@ import importlib
 import io
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -274,14 +275,41 @@ def test_an_empty_or_invalid_prompt_is_rejected_before_loading(
     assert message in printed.err and not printed.out
 
 
-@pytest.mark.soak
-def test_the_commands_for_two_machines_run_as_printed(checkpoints, hosts, with_tokenizer):
-    words = {"DIR": with_tokenizer, "Once upon": "5 6 7"}  # what its tokenizer knows
-    first, second = hosts.typed(ROOT / "docs" / "drumline.md", **words)
+def test_the_commands_for_two_machines_run_as_printed(checkpoints, hosts, warm, with_tokenizer):
+    page = (ROOT / "docs" / "drumline.md").read_text()
+    lines = re.findall(r"^drumline (?:generate .*--nnodes|join) .*", page, re.M)[:2]
+    words = {"DIR": str(with_tokenizer), "Once upon": "5 6 7"}  # what its tokenizer knows
+    token = secrets.token_hex(32)
+    machines = []
+    for index, line in enumerate(lines):
+        for word, here in words.items():
+            line = line.replace(word, here)
+        machines.append(hosts.warm(warm, index, line, DRUMLINE_TOKEN=token))
+    (first, error), (second, joined) = (machine.communicate(100) for machine in machines)
+    assert [machine.returncode for machine in machines] == [0, 0], error + joined
     plain, prompt = checkpoints.llama()[0], torch.tensor([[5, 6, 7]])
     tokens = plain.generate(prompt, max_new_tokens=64, do_sample=False)[0].tolist()
     assert " ".join(map(str, tokens)) in first
     assert "rank 1 cpu" in first and "tokens/s" in first and not second
+    assert "runs what host" in joined and token not in error + joined
+
+
+def test_generate_over_machines_refuses_without_a_token(with_tokenizer, capsys, monkeypatch):
+    monkeypatch.delenv("DRUMLINE_TOKEN", raising=False)
+    place = ["--nnodes", "2", "--master-addr", "127.0.0.1"]
+    assert main(["generate", "--model", str(with_tokenizer), "--prompt", "5", *place]) == 1
+    assert "needs a token, or whoever reaches its port" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("sizes", "world_size"), [(["1GiB"], 3), (["1GiB", "2GiB", "1GiB"], 3)])
+def test_sizes_of_memory_are_those_of_all_ranks_of_all_machines(monkeypatch, sizes, world_size):
+    """Machines may have different numbers of ranks, which no command knows before they have met."""
+    calls = []
+    monkeypatch.setattr(command_options, "call_by_name", lambda *call: calls.append(call))
+    info = launcher.LaunchInfo("id", world_size, world_size, 0, 0, "127.0.0.1", 1, {})
+    monkeypatch.setattr(launcher, "current", lambda: info)
+    command_options.generate_on_node(sizes, ("m", "prompt", 4, None), {})
+    assert [len(call[2][4]) for call in calls] == [world_size]
 
 
 def test_bench_prints_prefill_and_decode_rates_memory_and_hops(checkpoints, capsys):
@@ -299,19 +327,22 @@ def test_bench_prints_prefill_and_decode_rates_memory_and_hops(checkpoints, caps
     assert prefill == pytest.approx(2 * 16 / first_s * 1e3, rel=0.5) and decode > 0
 
 
-def test_serve_encrypts_between_its_nodes(tmp_path):
+def test_serve_and_generate_encrypt_between_their_nodes(tmp_path):
     """The page on security had the option, and the command did not."""
     nodes = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--token-file", str(tmp_path / "token")]
-    options = parser().parse_args(["serve", "--model", "m", *nodes, "--encrypt"])
-    options.command_line = ("serve",)
-    assert command_options._job_of_front(options).encrypt
+    for command in (["serve"], ["generate", "--prompt", "x"]):
+        options = parser().parse_args([*command, "--model", "m", *nodes, "--encrypt"])
+        options.command_line = (*command,)
+        assert command_options._job_of_nodes(options, "module:function", "module").encrypt
 
 
 MODEL = "--model --adapter --dequantize --gguf-file --trust-remote-code"
 OPTIONS = {
     "plan": f"{MODEL} --memory --ranks --device-map --dtype --batch --length --bandwidth --hop"
     " --html --png",
-    "generate": f"{MODEL} -n --ranks --memory --prompt --max-new-tokens --seed --patience",
+    "generate": f"{MODEL} -n --ranks --memory --prompt --max-new-tokens --seed"
+    " --nnodes --node-rank --master-addr --master-port --token-file --insecure --encrypt"
+    " --patience",
     "bench": f"{MODEL} -n --ranks --memory --batch --prompt-tokens --new-tokens",
     "serve": f"{MODEL} -n --ranks --memory --host --port --api-key-file --dtype --device-map --tp"
     " --tensor-parallel-size --served-model-name --chat-template --log-requests"
@@ -334,8 +365,9 @@ def test_the_options_are_few(name):
 def test_the_place_of_a_node_without_the_number_of_nodes_is_refused(checkpoints, capsys):
     """It was ignored, and the server of one node started."""
     place = ["--master-addr", "10.0.0.1"]
-    assert main(["serve", "--model", str(checkpoints.llama()[1]), *place]) == 1
-    assert "add --nnodes N" in capsys.readouterr().err
+    for command in (["serve"], ["generate", "--prompt", "5"]):
+        assert main([*command, "--model", str(checkpoints.llama()[1]), *place]) == 1
+        assert "add --nnodes N" in capsys.readouterr().err
 
 
 SCRIPT = """

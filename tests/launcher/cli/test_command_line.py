@@ -165,6 +165,10 @@ def test_text_given_to_sys_exit_is_printed(command):
         (["-n", "2", "--nnodes", "2", "--node-rank", "2"], "not among 2 nodes"),
         (["--nnodes", "2", "--launcher", "threads"], "does not support nnodes"),
         (["--nnodes", "2", "--master-addr", "::1"], "needs a token"),
+        (
+            ["--nnodes", "2", "--launcher", "multiprocessing", "--master-addr", "::1"],
+            "needs a token",
+        ),
         (["--nnodes", "2", "--node-rank", "1"], "needs --master-addr"),
         (["-n", "2", "--master-port", "70000"], "not in [0, 65535]"),
         (["-n", "2", "--timeout", "0"], "not positive"),

@@ -497,3 +497,42 @@ def full_listener():
 def test_a_name_that_no_host_can_have_is_an_error_at_once(quick):
     with pytest.raises(errors.LaunchError, match="is not a name of a host"):
         node_rendezvous.meet(dataclasses.replace(job(1), master_addr="a..b"))
+
+
+# ---- the launcher that starts the ranks of each node itself ----
+
+WHO = """
+import sys
+from coordinator import Coordinator
+with Coordinator(timeout_s=20) as coor:
+    if coor.allgather_object(coor.rank) == list(range(3)):
+        print(coor.rank, [len(node) for node in coor.nodes], flush=True)
+    if sys.argv[1:]:
+        coor.barrier() if coor.rank else sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("end", ["well", "failing"])
+def test_our_own_launcher_starts_the_ranks_of_each_node(tmp_path, end):
+    (tmp_path / "who.py").write_text(WHO)
+    place = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", f"{PORT}"]
+    words = ["who.py", *[end] * (end == "failing")]
+    launches = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "launcher", "run", "--launcher", "multiprocessing", *place),
+                *("--node-rank", f"{node}", "-n", f"{node + 1}", *words),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "DRUMLINE_TOKEN": str(TOKEN)},
+        )
+        for node in (0, 1)
+    ]
+    (first, told), (second, other) = (launch.communicate(timeout=60) for launch in launches)
+    assert first.count("0 [1, 2]") == 1 and second.count("[1, 2]") == 2, told + other
+    codes = [launch.returncode for launch in launches]
+    assert codes == [0, 0] if end == "well" else codes[0] == 7 and codes[1] > 0
+    assert end == "well" or "rank 0" in other

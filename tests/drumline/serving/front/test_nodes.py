@@ -4,6 +4,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from pathlib import Path
 import pytest
 
 import launcher
+from tests.communicator.test_encryption_over_hosts import CAPTURE, END, SAY_END
+from tests.drumline.serving.conftest import expected
 
 ROOT = Path(__file__).parents[4]
 LIMIT_S = 400  # for whatever must happen at all
@@ -122,6 +125,46 @@ def clients(cluster, number):
         finally:
             has_ended.set()
         assert all(client.result() for client in asking)
+
+
+@contextmanager
+def frames(hosts, file):
+    """Write what passes at the second host's link into a file."""
+    capture = [sys.executable, "-S", "-c", CAPTURE, str(file)]
+    process = subprocess.Popen(hosts.command(1, capture), stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"ready\n"
+    try:
+        yield
+        say_end = [sys.executable, "-S", "-c", SAY_END.format(END), hosts.addresses[1]]
+        subprocess.run(hosts.command(0, say_end), check=True, timeout=20)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("options", [["--encrypt"], []], ids=["encrypted", "plain"])
+def test_nothing_of_an_encrypted_server_over_two_hosts_is_found_on_the_network(
+    hosts, plain, warm, tmp_path, options
+):
+    """What is looked for is found where the same server does not encrypt."""
+    cluster = Cluster(hosts, plain[1], tmp_path / "log", *options)
+    lines = [shlex.join(["drumline", "serve", *cluster.options]), "drumline join 10.0.0.1"]
+    try:
+        with frames(hosts, tmp_path / "frames"):
+            for node, line in enumerate(lines):
+                cluster.nodes[node] = hosts.warm(warm, node, line, DRUMLINE_TOKEN=cluster.token)
+            cluster.await_address()
+            text = cluster.complete({**REQUESTS[0], "max_tokens": 12})
+            os.kill(cluster.nodes[0].pid, signal.SIGTERM)
+            assert [cluster.nodes[node].wait(LIMIT_S) for node in (0, 1)] == [0, 0]
+        passed = (tmp_path / "frames").read_bytes()
+    finally:
+        cluster.kill()
+    assert text.strip() == expected(plain, "5 6 7")[0]
+    readable = [word in passed for word in (b"LlamaForCausalLM", b"model.layers.4", b" uint8")]
+    assert readable == [not options] * 3 and cluster.token.encode() not in passed
 
 
 def nothing_is_left(hosts):
