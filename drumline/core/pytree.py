@@ -238,6 +238,14 @@ def iter_leaves(spec: Any) -> Iterator[tuple[Any, ...]]:
         yield from iter_leaves(item)
 
 
+def iter_values(spec: Any) -> Iterator[Any]:
+    """The values that a spec holds itself, of which None is the usual one."""
+    if spec[0] == "value":
+        yield spec[1]
+    for item in _children(spec):
+        yield from iter_values(item)
+
+
 def as_tuples(spec: Any) -> Any:
     """A spec with tuples again, of which JSON made lists."""
     return tuple(as_tuples(item) for item in spec) if isinstance(spec, list) else spec

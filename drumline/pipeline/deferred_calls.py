@@ -6,14 +6,17 @@ state that the one before put out. Such a run is written down once, with the lay
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections import Counter
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
 from drumline.core.pytree import Leaves, TreeSpec, has_reusable_arguments, iter_leaves
+from drumline.errors import StageError
 from drumline.kv_cache.proxy import prepare_next_token
 from drumline.pipeline.lazy_tensor import LazyTensor, LazyUnknownShape, fetched
 from drumline.stages.messages import Message
@@ -87,6 +90,7 @@ class DeferredCalls:
         if self.sent or not self.runs:
             return None
         self.sent, self.wants_hidden_states = True, self.driver.wants_hidden_states
+        new_calls = [(run, new) for run in self.runs for new in run.new.values()]
         alive = [ref() for ref in self.outputs]
         waiting = [
             lazy
@@ -96,8 +100,15 @@ class DeferredCalls:
         self.returns = tuple(lazy.slot for lazy in waiting)
         try:
             reply = self.driver.exchange(self)
+        except StageError:
+            for _, new in new_calls:
+                if new.output is not None:
+                    new.layer.ask_itself()  # it may differ from its kind
+            raise
         finally:
             self.runs, self.inputs = [], Leaves()  # lets go of the caches
+        for (run, new), facts in zip(new_calls, json.loads(reply.note or "[]"), strict=True):
+            new.layer.confirm(run, new, *facts)
         for lazy, value in zip(waiting, reply.tensors, strict=False):
             lazy.value = value.to(lazy.home)
         reply.tensors = reply.tensors[len(waiting) :]
@@ -142,14 +153,13 @@ class DeferredCalls:
         num_inputs = num_operands + len(self.inputs.tensors)
         steps = []
         for run, start in zip(self.runs, starts, strict=True):
-            outputs: list[Any] = [layer.outputs.get(run.spec) for layer in run.layers[:-1]]
-            outputs.append(None if run.is_learning else run.layers[-1].outputs[run.spec])
-            calls = zip(run.layers, run.slots_by_layer(), outputs, strict=True)
-            for layer, slots_before, output in calls:
+            calls = zip(run.layers, run.slots_by_layer(), strict=True)
+            for at, (layer, slots_before) in enumerate(calls):
                 slots = tuple(num_operands + s if s >= 0 else num_inputs + ~s for s in slots_before)
-                steps.append(
-                    StageStep(layer.rank, layer.name, run.spec.template, slots, start, output)
-                )
+                new = run.new.get(at)
+                output = layer.outputs[run.spec] if new is None else new.output
+                form = (run.spec.template, slots, start, output, new is not None)
+                steps.append(StageStep(layer.rank, layer.name, *form))
         returns = tuple(num_inputs + position for position in self.returns)
         return Program(operations, num_operands, num_inputs, tuple(steps), returns)
 
@@ -195,6 +205,23 @@ class InternedSpec:
         return tuple(at for at, kind in enumerate(kinds) if kind == "int" and "cache" in kinds)
 
 
+@dataclass
+class NewCall:
+    """A call of a form that its layer has not been seen with: the reply says what came of it.
+
+    output: what layers of its kind return; None where it has to be asked. fills: the layers of the
+    cache that it was counted into, None if that has to be seen first; lengths: their tokens then.
+    hidden: the hidden state that it was given, if it is asked.
+    """
+
+    layer: RemoteModule
+    output: TreeSpec | None
+    fills: tuple[int, ...] | None
+    counts_by_pass: bool | None
+    hidden: torch.Tensor | None = None
+    lengths: dict[int, int] = field(default_factory=dict)
+
+
 class LayerRun:
     """One set of arguments, given to layer after layer with the hidden state of the one before.
 
@@ -210,9 +237,7 @@ class LayerRun:
         self.layers: list[RemoteModule] = []
         self.hidden_slots: list[int] = []  # of the hidden state that each further layer is given
         self.numbers = tuple([leaves.ints[at] for at in spec.numbers_at])
-        self.is_learning = False
-        self.fills: tuple[int, ...] | None = ()  # layers of the cache counted for the last call
-        self.lengths: dict[int, int] = {}  # of these, if what the call returns is not known yet
+        self.new: dict[int, NewCall] = {}  # by the position of the layer
         if spec.has_reusable_arguments:
             self.tensors = leaves.tensors[1:]
             self._held = (args[1:], kwargs)  # so that nothing else takes their identity
@@ -222,19 +247,21 @@ class LayerRun:
         """True if these are the same arguments but for the hidden state."""
         return self.spec.has_reusable_arguments and _identities(args, kwargs) == self.identities
 
-    def add(self, layer: RemoteModule, hidden: Any) -> None:
+    def add(self, layer: RemoteModule, hidden: Any, new: NewCall | None) -> None:
         """One more layer; `hidden` is what it is given, if it goes on with the run."""
         if self.layers:
             self.hidden_slots.append(~hidden.slot)
+        if new is not None:
+            self.new[len(self.layers)] = new
         self.layers.append(layer)
-        self.is_learning = self.spec not in layer.outputs
 
     def slots_by_layer(self) -> list[tuple[int, ...]]:
         return [self.slots, *((hidden, *self.slots[1:]) for hidden in self.hidden_slots)]
 
     def key(self) -> tuple[Any, ...]:
-        layers = tuple(self.layers)
-        return self.spec, self.slots, layers, tuple(self.hidden_slots), self.is_learning
+        layers, hidden_slots = tuple(self.layers), tuple(self.hidden_slots)
+        new = tuple([(at, new.output) for at, new in self.new.items()])
+        return self.spec, self.slots, layers, hidden_slots, new
 
 
 def _identities(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

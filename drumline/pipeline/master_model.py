@@ -14,6 +14,7 @@ from coordinator import torch_private
 from drumline.checkpoint.plan_executor import LoadStats
 from drumline.contact.model_parts import is_model
 from drumline.core.device_map import DeviceMap
+from drumline.core.layer_kinds import kinds_of
 from drumline.errors import DrumlineError, RefusedUse, exit_code
 from drumline.offload.prefetcher import WeightPrefetcher
 from drumline.pipeline import unsupported
@@ -97,9 +98,10 @@ def distribute(
         tied = {
             name for pair in getattr(model, "all_tied_weights_keys", {}).items() for name in pair
         }
+        kinds = kinds_of({name: model.get_submodule(name) for name in remote})
         for name, rank in remote.items():
             module = model.get_submodule(name)
-            module.forward = RemoteModule(driver, name, module, rank)
+            module.forward = RemoteModule(driver, name, module, rank, kinds[name])
             unsupported.make_read_only(module, name, rank, unrecorded, driver.scale_weight, tied)
         _fetch_outputs(model, remote, driver, unrecorded)
         _fetch_inputs(model, remote)

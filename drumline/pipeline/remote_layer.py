@@ -1,14 +1,13 @@
 """The stand-in for a layer that another rank holds.
 
 It returns a lazy hidden state at once, so the calls of one forward pass are deferred, and go round
-the ring together when something reads the result. Only the first call of a layer with arguments of
-a new form waits, to learn what the layer returns.
+the ring together when something reads the result. Only the first call of a kind of layers with
+arguments of a new form waits, to learn what such layers return.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,10 +16,11 @@ from torch import nn
 
 from drumline.contact.caches import Cache
 from drumline.core import pytree
+from drumline.core.layer_kinds import KindOutput, LayerKind
 from drumline.errors import DrumlineError
 from drumline.kv_cache import proxy
 from drumline.kv_cache.placeholder import HeadSizes, LayerOrigin, layer_origin
-from drumline.pipeline.deferred_calls import DeferredCalls, InternedSpec, LayerRun
+from drumline.pipeline.deferred_calls import DeferredCalls, InternedSpec, LayerRun, NewCall
 from drumline.pipeline.driver import PipelineDriver
 from drumline.pipeline.lazy_tensor import LazyTensor, LazyUnknownShape, fetch_all
 
@@ -30,13 +30,16 @@ MAX_KNOWN_FILLS = 1 << 12
 class RemoteModule:
     """Stands in for the forward of a module that another rank holds."""
 
-    def __init__(self, driver: PipelineDriver, name: str, module: nn.Module, rank: int):
+    def __init__(
+        self, driver: PipelineDriver, name: str, module: nn.Module, rank: int, kind: LayerKind
+    ):
         self.driver, self.name, self.rank = driver, name, rank
+        self.kind: LayerKind | None = kind
         # By the spec of the arguments: that of the result, and the layers of a cache that it fills.
         self.outputs: dict[InternedSpec, pytree.TreeSpec] = {}
         self.fills: dict[tuple[InternedSpec, tuple[int, ...]], tuple[int, ...]] = {}
         self.producer = (name, 0, None)  # of hidden states, which are always sent
-        self.cache_layers = cache_layers(module)
+        self.cache_layers = self.own_cache_layers = cache_layers(module)
         self.embedding_weight = _embedding_weight(module)
         self.counts_by_pass: bool | None = None  # how tokens are counted, once it filled a cache
         self.origins: dict[int, LayerOrigin] = {}  # of layers of a cache, once it filled them
@@ -48,14 +51,14 @@ class RemoteModule:
         if run is None:
             return self._start_run(args, kwargs)
         hidden = args[0]
-        run.fills = self.cache_layers
+        new = None if run.spec in self.outputs else self._new_call(run, hidden)
         if run.caches:
-            self._advance(run, hidden)
-        run.add(self, hidden)
-        if self.outputs.get(run.spec) == pytree.NEW_HIDDEN_STATE:
+            self._advance(run, hidden, new)
+        run.add(self, hidden, new)
+        if new is None and self.outputs[run.spec] == pytree.NEW_HIDDEN_STATE:
             return calls.lazy("hidden", self.producer, hidden)
         leaves = pytree.Leaves(run.ints, [hidden, *run.tensors], run.caches)
-        return self._result(calls, run.spec, leaves)
+        return self._result(calls, run, leaves, new)
 
     def _start_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first call of a run. What the cache refuses is never sent."""
@@ -80,14 +83,29 @@ class RemoteModule:
             calls = self.driver.calls
         slots = tuple([calls.slot(tensor) for tensor in leaves.tensors])
         run = LayerRun(spec, leaves, slots, args, kwargs)
-        fills = self.fills.get((spec, run.numbers)) if run.numbers else self.cache_layers
-        run.fills = fills
-        if leaves.caches and leaves.tensors and fills is not None:
-            self._advance(run, leaves.tensors[0])
+        hidden = leaves.tensors[0] if leaves.tensors else None
+        new = self._new_call(run, hidden)
+        if leaves.caches and hidden is not None:
+            self._advance(run, hidden, new)
         calls.runs.append(run)
-        run.add(self, None)
-        run.is_learning |= fills is None
-        return self._result(calls, spec, leaves)
+        run.add(self, None, new)
+        return self._result(calls, run, leaves, new)
+
+    def _new_call(self, run: LayerRun, hidden: torch.Tensor | None) -> NewCall | None:
+        """The expectation of a call of a new form, which the reply confirms; None if the layer was
+        seen with this form."""
+        fills = self._known_fills(run)
+        if run.spec in self.outputs and fills is not None:
+            return None
+        usual = None if self.kind is None or run.numbers else self.kind.outputs.get(run.spec)
+        if usual is None:
+            return NewCall(self, None, fills, self.counts_by_pass, hidden)
+        fills = tuple([self.own_cache_layers[at] for at in usual.filled])
+        return NewCall(self, usual.output, fills, usual.counts_by_pass)
+
+    def _known_fills(self, run: LayerRun) -> tuple[int, ...] | None:
+        """The layers of a cache that the layer fills, None if that is not known."""
+        return self.fills.get((run.spec, run.numbers)) if run.numbers else self.cache_layers
 
     def _unknown_layers(self, cache: Cache) -> Sequence[int]:
         """The layers of a cache that must be empty, as this rank would know nothing of the tokens.
@@ -96,66 +114,84 @@ class RemoteModule:
         """
         return () if self.driver.came_empty(cache) else self.cache_layers
 
-    def _advance(self, run: LayerRun, hidden: torch.Tensor) -> None:
+    def _advance(self, run: LayerRun, hidden: torch.Tensor, new: NewCall | None) -> None:
         """Count what the call puts into the cache, unless that has to be seen first."""
-        is_new = run.spec not in self.outputs
-        is_unsure = is_new and self.counts_by_pass is None
-        is_uncounted = is_new and proxy.is_own(run.caches[0])  # it may put no keys anywhere
-        if is_uncounted or (
-            is_unsure and not proxy.matches_pass_shape(self.driver.shape_of_pass, hidden)
-        ):
-            run.fills = None
-        elif run.fills is not None:
-            proxy.account_tokens(
-                run.caches[0], run.fills, hidden, self.counts_by_pass, self.origins
+        cache = run.caches[0]
+        by_pass = self.counts_by_pass if new is None else new.counts_by_pass
+        fills = self._known_fills(run) if new is None else new.fills
+        if new is not None and new.output is None:
+            is_unsure = by_pass is None and not proxy.matches_pass_shape(
+                self.driver.shape_of_pass, hidden
             )
-            if is_new:
-                run.lengths = proxy.layer_lengths(run.caches[0], run.fills)
+            if is_unsure or proxy.is_own(cache):  # which may get no keys anywhere
+                fills = new.fills = None
+        if fills is not None:
+            proxy.account_tokens(cache, fills, hidden, by_pass, self.origins)
+            if new is not None:
+                new.lengths = proxy.layer_lengths(cache, fills)
 
-    def _result(self, calls: DeferredCalls, spec: InternedSpec, leaves: pytree.Leaves) -> Any:
+    def _result(
+        self, calls: DeferredCalls, run: LayerRun, leaves: pytree.Leaves, new: NewCall | None
+    ) -> Any:
         """The output of the layer, after putting its changes into the dicts that layers share."""
-        run = calls.runs[-1]
-        output = None if run.is_learning else self.outputs.get(spec)
+        output = self.outputs.get(run.spec) if new is None else new.output
         if output == pytree.NEW_HIDDEN_STATE:
             return calls.lazy("hidden", self.producer, leaves.tensors[0])
         if output is None:
-            new: Sequence[torch.Tensor] = self._learn(calls, run, leaves)
+            tensors: Sequence[torch.Tensor] = self._ask(calls)
+            output = self.outputs[run.spec]
         else:
-            new = self._lazy_outputs(calls, output, leaves)
-        output = self.outputs[spec]
+            tensors = self._lazy_outputs(calls, run, output, leaves)
         inputs = leaves.tensors
         if pytree.written_inputs(output):  # who reads these inputs would not ask for them
             calls.flush(is_amid_pass=True)
-            inputs, new = fetch_all(inputs), fetch_all(new)
-        value, *changed = pytree.unflatten_output(output, inputs, iter(new), leaves.caches)
+            inputs, tensors = fetch_all(inputs), fetch_all(tensors)
+        value, *changed = pytree.unflatten_output(output, inputs, iter(tensors), leaves.caches)
         for shared, changes in zip(leaves.shared, changed, strict=False):
             shared.update(changes)
         return value
 
-    def _learn(
-        self, calls: DeferredCalls, run: LayerRun, leaves: pytree.Leaves
-    ) -> list[torch.Tensor]:
-        """Run the call now, for its output and the description of it."""
-        # The first call of each form is sent at once: its reply's note describes what the layer
-        # returned and which layers of the cache it filled, and later calls rely on that.
-        reply = calls.flush(is_amid_pass=True)
+    def _ask(self, calls: DeferredCalls) -> list[torch.Tensor]:
+        """Run the call now, for its output, of which its kind has shown nothing."""
+        reply = calls.flush(is_amid_pass=True)  # has it confirmed
         assert reply is not None
-        output, filled, uncroppable, shapes = json.loads(reply.note)
-        self.driver.uncroppable.update(uncroppable)
-        if leaves.caches and leaves.tensors:
-            self._learn_layers(run, filled, leaves)
-            pairs = zip(filled, shapes, strict=True)
-            self.origins.update({at: _origin(self.rank, *shape) for (at, _, _), shape in pairs})
-            proxy.show_origins(leaves.caches[0], self.origins)
-        self.outputs[run.spec] = pytree.as_tuples(output)
         return [tensor.to(self.driver.device) for tensor in reply.tensors]
 
-    def _learn_layers(self, run: LayerRun, filled: list[list[int]], leaves: pytree.Leaves) -> None:
+    def confirm(
+        self,
+        run: LayerRun,
+        new: NewCall,
+        output: Any,
+        filled: list[list[int]],
+        uncroppable: list[int],
+        shapes: list[tuple[list[int], list[int]]],
+    ) -> None:
+        """Take what came of a call of a new form; later calls rely on that.
+
+        filled: for each layer of the cache: its index, its tokens before, and now.
+        """
+        layers: tuple[int, ...] = ()
+        self.driver.uncroppable.update(uncroppable)
+        if run.caches and run.slots:
+            layers = self._confirm_layers(run, new, filled)
+            pairs = zip(filled, shapes, strict=True)
+            self.origins.update({at: _origin(self.rank, *shape) for (at, _, _), shape in pairs})
+            proxy.show_origins(run.caches[0], self.origins)
+        self.outputs[run.spec] = pytree.as_tuples(output)
+        own = self.own_cache_layers
+        if self.kind is not None and not run.numbers and {*layers} <= {*own}:
+            places = tuple([own.index(layer) for layer in layers])
+            usual = KindOutput(self.outputs[run.spec], places, self.counts_by_pass)
+            self.kind.note(run.spec, usual)
+
+    def _confirm_layers(
+        self, run: LayerRun, new: NewCall, filled: list[list[int]]
+    ) -> tuple[int, ...]:
         """Note which layers of the cache were filled over there. Some modules do not say (GPT-Neo),
         and to some an integer says which turn of a recurrence it is (HRM)."""
         indices = tuple(index for index, _, _ in filled)
         is_usual = set(indices) <= set(self.cache_layers)
-        cache, hidden = leaves.caches[0], leaves.tensors[0]
+        cache = run.caches[0]
         layers = self.cache_layers if is_usual and not proxy.is_own(cache) else indices
         try:
             if not is_usual and self.cache_layers and not run.numbers:
@@ -165,24 +201,47 @@ class RemoteModule:
                     f"{[*self.cache_layers]}, so the lengths that masks are made of would be "
                     "wrong; give it to rank 0 in device_map."
                 )
-            if filled and self.counts_by_pass is None:
-                self.counts_by_pass = proxy.grew_by_pass(self.driver.shape_of_pass, hidden, filled)
-            if run.fills != layers:
-                proxy.account_tokens(cache, layers, hidden, self.counts_by_pass, self.origins)
-                run.lengths = proxy.layer_lengths(cache, layers)
-            proxy.check_lengths(run.lengths, filled, f"{self.name} on rank {self.rank}")
+            self._count(cache, new, filled, layers)
+            proxy.check_lengths(new.lengths, filled, f"{self.name} on rank {self.rank}")
         except DrumlineError:
             cache.is_inconsistent = True  # over there it is filled already
+            self.ask_itself()
             raise
-        if run.numbers:
-            if len(self.fills) >= MAX_KNOWN_FILLS:
-                self.fills.clear()
-            self.fills[run.spec, run.numbers] = layers
-        else:
+        if not run.numbers:
             self.cache_layers = layers
+            return layers
+        if len(self.fills) >= MAX_KNOWN_FILLS:
+            self.fills.clear()
+        self.fills[run.spec, run.numbers] = layers
+        return layers
+
+    def _count(
+        self, cache: Cache, new: NewCall, filled: list[list[int]], layers: tuple[int, ...]
+    ) -> None:
+        """Count the call into the layers that it filled, unless that was done ahead of it."""
+        hidden = new.hidden
+        if filled and self.counts_by_pass is None:
+            self.counts_by_pass = new.counts_by_pass
+            if hidden is not None:
+                self.counts_by_pass = proxy.grew_by_pass(self.driver.shape_of_pass, hidden, filled)
+        if new.fills == layers:
+            return
+        if hidden is None:
+            raise DrumlineError(
+                f"rank 0: {self.name} on rank {self.rank} put keys into the layers {[*layers]} of "
+                f"the cache, where by others of its kind it was taken to fill {new.fills}, so the "
+                "lengths that masks are made of would be wrong; call the model again with an empty "
+                "cache, and it is asked itself."
+            )
+        proxy.account_tokens(cache, layers, hidden, self.counts_by_pass, self.origins)
+        new.lengths = proxy.layer_lengths(cache, layers)
+
+    def ask_itself(self) -> None:
+        """Go by what this layer returns alone, no longer by its kind."""
+        self.kind = None
 
     def _lazy_outputs(
-        self, calls: DeferredCalls, output: pytree.TreeSpec, leaves: pytree.Leaves
+        self, calls: DeferredCalls, run: LayerRun, output: pytree.TreeSpec, leaves: pytree.Leaves
     ) -> list[LazyTensor]:
         hidden = leaves.tensors[0] if leaves.tensors else torch.empty(0)
         kinds = pytree.new_tensor_kinds(output)
@@ -190,8 +249,7 @@ class RemoteModule:
             like = hidden.new_empty((), dtype=self.embedding_weight.dtype)
             like = like.expand(*hidden.shape, self.embedding_weight.shape[1])
             return [calls.lazy("hidden", self.producer, like)]
-        spec = calls.runs[-1].spec
-        return [calls.lazy(kind, (self.name, n, spec), hidden) for n, kind in enumerate(kinds)]
+        return [calls.lazy(kind, (self.name, n, run.spec), hidden) for n, kind in enumerate(kinds)]
 
     def __deepcopy__(self, memo: Any) -> RemoteModule:
         return self

@@ -23,7 +23,8 @@ class StageStep:
 
     `slots` are the tensors it is given: those the master sent first, then the new ones that earlier
     steps put out. `ints_at` is where its integers begin. `output` describes what it must return, or
-    is None where that is to be found out and everything it returns sent back.
+    is None where that is to be found out and everything it returns sent back. `is_new`: the master
+    is to be told which layers of a cache it fills, as this is its first such call.
     """
 
     rank: int
@@ -32,6 +33,7 @@ class StageStep:
     slots: tuple[int, ...]
     ints_at: int
     output: TreeSpec | None
+    is_new: bool
 
     def repeats(self, last: StageStep) -> bool:
         """True if all arguments but the first, the hidden state, are those of `last`."""

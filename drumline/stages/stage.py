@@ -83,24 +83,20 @@ class StageCall:
         cache = next(iter_caches((self.args, self.kwargs)), None)
         return [] if cache is None else cache.layers
 
-    def uncroppable(self, filled: Sequence[tuple[int, int, int]]) -> list[int]:
-        """The filled layers that cannot be cropped."""
-        layers = self._cache_layers()
-        return [index for index, _, _ in filled if not cache_layers.is_croppable(layers[index])]
+    def cache_facts(self, before: list[LayerVersion]) -> tuple[list[Any], list[int], list[Any]]:
+        """Of the layers of the cache that hold more than before: their index, tokens before, and
+        tokens now; which of them cannot be cropped; the shapes of their keys and values."""
+        filled, layers = self._filled(before), self._cache_layers()
+        kept = [index for index, _, _ in filled if not cache_layers.is_croppable(layers[index])]
+        return filled, kept, [cache_layers.shapes(layers[index]) for index, _, _ in filled]
 
-    def filled(self, before: list[LayerVersion]) -> list[tuple[int, int, int]]:
-        """The layers that hold more than before: index, tokens before, tokens now."""
+    def _filled(self, before: list[LayerVersion]) -> list[tuple[int, int, int]]:
         pairs = itertools.zip_longest(before, self.layer_versions(), fillvalue=EMPTY_LAYER)
         return [
             (index, old.length, new.length)
             for index, (old, new) in enumerate(pairs)
             if new.length > old.length or new.has_state > old.has_state
         ]
-
-    def shapes(self, filled: Sequence[tuple[int, int, int]]) -> list[tuple[list[int], list[int]]]:
-        """The shapes of the keys and values of the filled layers, empty where there are none."""
-        layers = self._cache_layers()
-        return [cache_layers.shapes(layers[index]) for index, _, _ in filled]
 
     def describe(
         self, value: Any, new: list[torch.Tensor], written: Sequence[int] = ()
@@ -180,7 +176,8 @@ class Stage:
 
     def _run(self, route: StageRoute, message: Message) -> Message:
         held = self._arrived_tensors(route, message)
-        beyond, note = message.tensors[len(route.arriving) :], message.note
+        beyond = message.tensors[len(route.arriving) :]
+        facts = json.loads(message.note) if message.note else []
         self._apply_operations(route.program, message)
         call: StageCall | None = None
         for step, made_at, repeats in route.steps:
@@ -195,23 +192,23 @@ class Stage:
                 call = StageCall(
                     step, [held[slot] for slot in step.slots], message.ints, self.caches
                 )
-            is_new = step.output is None
-            may_write = is_new or (step.output != pytree.NEW_HIDDEN_STATE and _writes(step))
+            may_write = step.is_new or (step.output != pytree.NEW_HIDDEN_STATE and _writes(step))
             inputs_before = [tensor.clone() for tensor in call.inputs] if may_write else []
-            before = call.layer_versions() if is_new else []
+            before = call.layer_versions() if step.is_new else []
             value = self.modules[step.module](*call.args, **call.kwargs)
             written = call.written(inputs_before) if may_write else []
-            if step.output is None:
+            output = step.output
+            if output is None:
                 beyond = []
-                filled = call.filled(before)
                 output = call.describe(value, beyond, written)
-                facts = [output, filled, call.uncroppable(filled), call.shapes(filled)]
-                note = json.dumps(facts)
-            elif step.output == pytree.NEW_HIDDEN_STATE and call.is_plain(value):
+            elif output == pytree.NEW_HIDDEN_STATE and not written and call.is_plain(value):
                 held[made_at] = value
             else:
                 held.update(enumerate(_check_output_unchanged(step, call, value, written), made_at))
+            if step.is_new:
+                facts.append([output, *call.cache_facts(before)])
         tensors = [held[slot] for slot in route.leaving] + beyond
+        note = json.dumps(facts) if facts else ""
         return Message(MessageKind.CALL, message.program, message.ints, tensors, message.text, note)
 
     def _arrived_tensors(self, route: StageRoute, message: Message) -> dict[int, torch.Tensor]:
@@ -301,9 +298,10 @@ def _check_output_unchanged(
     usual = pytree.written_inputs(step.output)
     output = call.describe(value, new, usual if {*written} <= {*usual} else written)
     if output != step.output:
+        before = "layers like it have returned" if step.is_new else "it has returned"
+        remedy = "call the model again, and it is asked" if step.is_new else "run it on one rank"
         raise DrumlineError(
-            f"{step.module} returned {output} where it returned {step.output} for such "
-            "arguments before, so what the master went on with is wrong; run this model on "
-            "one rank."
+            f"{step.module} returned {output} where {before} {step.output} for such arguments, so "
+            f"what the master went on with is wrong; {remedy}."
         )
     return new
