@@ -11,6 +11,7 @@ from tests.programs.syntax_trees import nodes, trees
 IMPORTED_BY = {
     "accelerate": {"drumline/contact/accelerate_api.py"},
     "h11": {"drumline/contact/uvicorn_api.py"},
+    "huggingface_hub": {"drumline/contact/loading/hub.py"},
     "safetensors": {"drumline/contact/safetensors_api.py"},
     "tokenizers": set(),  # transformers has the tokenizer
     "uvicorn": {"drumline/contact/uvicorn_api.py"},

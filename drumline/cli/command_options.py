@@ -239,20 +239,21 @@ def _top(options: argparse.Namespace) -> None:
 
 def _load_settings(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `drumline.load` that say how to read the checkpoint."""
-    names = ("adapter", "dequantize", "gguf_file", "trust_remote_code")
+    names = ("adapter", "dequantize", "gguf_file", "trust_remote_code", "revision")
     return {name: getattr(options, name) for name in names}
 
 
 def _check_model(options: argparse.Namespace) -> list[str] | None:
     """Raise for a folder without a model before a rank starts; return the memory of each rank."""
     from drumline.checkpoint.json_files import check_has_config
+    from drumline.contact.loading.hub import local_folder
 
     world_size = launcher.current().world_size
     nnodes, node_rank = getattr(options, "nnodes", None) or 1, getattr(options, "node_rank", 0)
     is_gguf = options.gguf_file or Path(options.model).suffix == ".gguf"
     starts_ranks = world_size == 1 < options.ranks * nnodes
     if starts_ranks and node_rank == 0 and not is_gguf:  # or the files may be on another machine
-        check_has_config(Path(options.model), options.adapter)
+        check_has_config(local_folder(options.model, options.revision), options.adapter)
     return _memory_per_rank(options.memory, max(world_size, options.ranks * nnodes))
 
 
@@ -302,7 +303,13 @@ _RANKS = _option(
     "-n --ranks", "ranks to start on this machine", type=at_least(1), default=1, metavar="N"
 )
 _MODEL = (
-    _option("--model", "folder of the checkpoint, or GGUF file", required=True, metavar="DIR"),
+    _option(
+        "--model",
+        "folder of the checkpoint, GGUF file, or id on the Hub, such as Qwen/Qwen3-0.6B",
+        required=True,
+        metavar="DIR",
+    ),
+    _option("--revision", "branch, tag or commit on the Hub; default: main", metavar="NAME"),
     _option("--adapter", "folder of a LoRA adapter to merge; default: none", metavar="DIR"),
     _option("--dequantize", "read quantized weights as plain ones", action="store_true"),
     _option("--gguf-file", "GGUF file in the folder to read; default: none", metavar="NAME"),

@@ -80,6 +80,7 @@ class LoadOptions:
     dequantize: bool = False
     trust_remote_code: bool = False
     gguf_file: str | None = None
+    revision: str | None = None
     disable_mmap: bool = False
     gguf: Path | None = None
     rest: Mapping[str, Any] = field(default_factory=dict)

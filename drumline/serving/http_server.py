@@ -20,10 +20,12 @@ from typing import Any
 
 from coordinator import Coordinator, RankFailure
 from drumline import timings
+from drumline.contact.loading.hub import is_hub_id
 from drumline.core.consistency import run_on_all_ranks
 from drumline.errors import CheckpointError, DrumlineError, PeerLost
 from drumline.serving.scheduler import ServingLimits
 from drumline.strategies.load import Memory, load
+from drumline.strategies.opening import folder_on_all_ranks
 from drumline.strategies.with_model import num_positions, read_generator, read_model_tokenizer
 
 DEFAULT_MAX_LENGTH = 4096  # tokens, where the model has positions for more
@@ -61,6 +63,7 @@ def serve(
     Raises PeerLost when a rank is lost, after every open request was answered with that error.
     """
     with Coordinator() as coor:
+        folder_on_all_ranks(coor, model_path, options.get("revision"), options.get("gguf_file"))
 
         def prepare() -> tuple[int, Endpoint | None]:
             if not coor.is_master():  # the files may be on rank 0 alone
@@ -139,7 +142,8 @@ class Endpoint:
 
 def served_names(model_path: str, served_model_name: Sequence[str] | None) -> list[str]:
     """The names that requests may use: that of the folder if none is given."""
-    return list(served_model_name or ()) or [Path(model_path).resolve().name]
+    own = model_path if is_hub_id(model_path) else Path(model_path).resolve().name
+    return list(served_model_name or ()) or [own]
 
 
 def limits_for(model: Any, max_length: int, max_running: int, max_waiting: int) -> ServingLimits:

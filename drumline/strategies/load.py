@@ -55,6 +55,7 @@ def load(
     dequantize: bool = False,
     trust_remote_code: bool = False,
     gguf_file: str | None = None,
+    revision: str | None = None,
     disable_mmap: bool = False,
     on_failure: str = "raise",
     **options: Any,
@@ -69,7 +70,10 @@ def load(
     What to load:
 
     path: a directory with config.json and .safetensors files, the same on every rank that has it.
-        Ranks without it are sent their part by the master, which must have it.
+        Ranks without it are sent their part by the master, which must have it. Or the id of a model
+        on the Hub, such as "Qwen/Qwen3-0.6B", which the master downloads into the cache of
+        huggingface_hub.
+    revision: a branch, tag or commit of that model; the newest of its main branch if not given.
     dtype: of the weights; what the checkpoint says if not given.
     cls: the class of the model; the one that config.json names if not given.
     config: of the model, an object, the same on every rank, which is copied; what config.json says

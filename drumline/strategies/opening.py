@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from coordinator import Coordinator
+from drumline import timings
 from drumline.checkpoint.config_files import read_config, read_generation_config, remote_class
 from drumline.checkpoint.json_files import ADAPTER_FILE, gguf_path, read_json
 from drumline.checkpoint.safetensors_index import Index, read_index
@@ -29,7 +30,12 @@ from drumline.checkpoint.source import (
     share_index,
 )
 from drumline.contact.loading.configs import generation_settings_from_fields
-from drumline.core.consistency import check_same_on_all_ranks, run_on_all_ranks
+from drumline.contact.loading.hub import is_hub_id, local_folder
+from drumline.core.consistency import (
+    check_same_on_all_ranks,
+    run_and_share,
+    run_on_all_ranks,
+)
 from drumline.core.mesh import Mesh
 from drumline.errors import CheckpointError, DrumlineError, PlanError
 from drumline.planner.load_options import LoadOptions
@@ -47,12 +53,15 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open the checkpoint at `path`; ranks that read must have the same files. Collective.
 
+    What rank 0 has to fetch from the Hub, it fetches for all.
+
     choose_readers: if not given, each rank with the files reads them, and rank 0 for the others.
 
     Raises CheckpointError on every rank if rank 0 has no files, or any file is incomplete, and
     PlanError for options that the model does not have.
     """
     generation, adapter = None, None
+    path = folder_on_all_ranks(coor, path, options.revision, options.gguf_file)
     if file := gguf_path(path, options.gguf_file):
         files: CheckpointFiles = weight_format("gguf_file").find_gguf(coor, file)
     else:
@@ -78,6 +87,24 @@ def open_checkpoint(
     maps = not (options.disable_mmap or options.shards_layers)  # shards are read, as documented
     files = replace(files, config=config, maps=maps)
     return run_on_all_ranks(coor, lambda: _described(files, generation, adapter, options))
+
+
+def folder_on_all_ranks(
+    coor: Coordinator, path: str | Path, revision: str | None = None, gguf: str | None = None
+) -> Path:
+    """The folder of a checkpoint, which machines other than rank 0's may lack. Collective.
+
+    What rank 0 has to fetch from the Hub, it downloads for as long as it takes. Raises as
+    local_folder on every rank.
+    """
+    fetches = coor.is_master() and is_hub_id(path)
+    _, folders = run_and_share(
+        coor,
+        lambda: local_folder(path, revision, gguf) if fetches else None,
+        lambda folder: folder and str(folder),
+        timeout_s=timings.TIMINGS.load_s,
+    )
+    return Path(folders[0] or path)
 
 
 def open_for_mesh(
@@ -116,6 +143,7 @@ def read_descriptions(path: str | Path, config: Any) -> bytes:
 
 def describe_checkpoint(path: str | Path, options: LoadOptions) -> tuple[Any, type[Any]]:
     """The config and the class of a checkpoint, as open_checkpoint finds them."""
+    path = local_folder(path, options.revision, options.gguf_file)
     if file := gguf_path(path, options.gguf_file):
         config = weight_format("gguf_file").read_gguf_config(file)
     else:

@@ -15,12 +15,13 @@ import torch
 from coordinator import Coordinator
 from drumline.checkpoint.config_files import read_tokenizer
 from drumline.checkpoint.json_files import gguf_path
+from drumline.contact.loading.hub import local_folder
 from drumline.core.consistency import run_on_all_ranks
 from drumline.core.device_map import format_nbytes
 from drumline.errors import DrumlineError, WorkerExit
 from drumline.planner.load_options import LoadOptions
 from drumline.strategies.load import Memory, load
-from drumline.strategies.opening import describe_checkpoint
+from drumline.strategies.opening import describe_checkpoint, folder_on_all_ranks
 
 T = TypeVar("T")
 Peaks = list[dict[str, int]]
@@ -52,7 +53,8 @@ def read_generator(path: str, num_tokens: int = 0, **options: Any) -> Any:
 def read_model_tokenizer(path: str, **options: Any) -> Any:
     """The tokenizer of a model. options: of `load`."""
     request = LoadOptions(**options)
-    return read_tokenizer(gguf_path(path, request.gguf_file) or path, request.trust_remote_code)
+    folder = local_folder(path, request.revision, request.gguf_file)
+    return read_tokenizer(gguf_path(folder, request.gguf_file) or folder, request.trust_remote_code)
 
 
 def num_positions(config: Any) -> int:
@@ -74,6 +76,7 @@ def with_model(
     before: called on the master, before anything is loaded.
     """
     with Coordinator() as coor:
+        folder_on_all_ranks(coor, path, options.get("revision"), options.get("gguf_file"))
         run_on_all_ranks(coor, lambda: before() if coor.is_master() else None)
         try:
             with load(path, coor=coor, max_memory=memory, **options) as model:

@@ -336,7 +336,7 @@ def test_serve_and_generate_encrypt_between_their_nodes(tmp_path):
         assert command_options._job_of_nodes(options, "module:function", "module").encrypt
 
 
-MODEL = "--model --adapter --dequantize --gguf-file --trust-remote-code"
+MODEL = "--model --revision --adapter --dequantize --gguf-file --trust-remote-code"
 OPTIONS = {
     "plan": f"{MODEL} --memory --ranks --device-map --dtype --batch --length --bandwidth --hop"
     " --html --png",

@@ -1,0 +1,151 @@
+"""Models by their id, from a server that speaks the endpoints of the Hub."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import os
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import drumline
+import launcher
+from drumline.cli import main
+from drumline.contact.loading.hub import is_hub_id
+from drumline.errors import CheckpointError
+
+COMMIT = "c0ffee" + 34 * "0"
+ID = "tests/llama"
+
+
+class Hub(http.server.ThreadingHTTPServer):
+    """One model. `asked` holds the files that were fetched, `tokens` what clients proved."""
+
+    def __init__(self, folder: Path):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.folder, self.asked, self.tokens = folder, [], set()
+
+
+class Answer(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        self.server.tokens.add(self.headers.get("Authorization"))
+        path = self.path.partition("?")[0]
+        if re.fullmatch(f"/api/models/{ID}(/revision/(main|v1|{COMMIT}))?", path):
+            return self._send(json.dumps({"id": ID, "sha": COMMIT}).encode())
+        if path == f"/api/models/{ID}/tree/{COMMIT}":
+            sizes = {file.name: file.stat().st_size for file in self.server.folder.iterdir()}
+            sizes["pytorch_model.bin"] = 1 << 30
+            files = [
+                {"type": "file", "path": name, "size": size, "oid": hashlib.sha1(b"").hexdigest()}
+                for name, size in sizes.items()
+            ]
+            return self._send(json.dumps(files).encode())
+        found = re.fullmatch(f"/{ID}/resolve/{COMMIT}/(.+)", path)
+        if not found or not (self.server.folder / found[1]).is_file():
+            return self._send(b"{}", 404, **{"X-Error-Code": "RepoNotFound"})
+        content = (self.server.folder / found[1]).read_bytes()
+        if self.command == "GET":
+            self.server.asked.append(found[1])
+        etag = hashlib.sha256(content).hexdigest()
+        return self._send(content, **{"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"'})
+
+    def _send(self, content, status=200, **headers):
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": len(content)}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *_):
+        """Nothing: pytest shows what failed."""
+
+
+@pytest.fixture
+def hub(checkpoints, tmp_path, monkeypatch):
+    """A server, and an empty cache. What huggingface_hub has read from the environment is set."""
+    from huggingface_hub import constants
+
+    _, path = checkpoints.llama()
+    server = Hub(path)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.chdir(tmp_path)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def _generate(**options):
+    def rank():
+        with drumline.load(ID, max_memory=[1 << 30] * 2, **options) as model:
+            return model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8).tolist()
+
+    return launcher.launch(rank, nprocs=2, launcher="threads", timeout_s=60)[0]
+
+
+def test_a_model_of_the_hub_is_fetched_once_and_generates_the_tokens_of_its_folder(
+    checkpoints, hub, monkeypatch
+):
+    plain, _ = checkpoints.llama()
+    tokens = plain.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8).tolist()
+    assert _generate() == tokens
+    assert "Bearer hf_secret" in hub.tokens
+    fetched = sorted(hub.asked)
+    assert "model.safetensors" in fetched and "pytorch_model.bin" not in fetched
+    assert _generate(revision="v1") == tokens and sorted(hub.asked) == fetched
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert _generate(revision=COMMIT) == tokens and sorted(hub.asked) == fetched
+
+
+def test_an_id_that_the_hub_does_not_have_is_one_error_on_every_rank(hub, ranks_or_errors):
+    def rank(info):
+        from coordinator import Coordinator
+
+        with Coordinator(info) as coor:
+            return drumline.load("nobody/nothing", coor=coor)
+
+    for error in ranks_or_errors(rank, 2):
+        assert isinstance(error, CheckpointError)
+        assert "nobody/nothing is not a folder here, and the Hub does not give" in str(error)
+
+
+def test_commands_take_an_id(hub, capsys):
+    assert main(["plan", "--model", ID, "--memory", "1GiB", "1GiB", "--revision", "v1"]) == 0
+    assert "of weights" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("org/name", True),
+        ("Qwen/Qwen3-0.6B", True),
+        ("/org/name", False),
+        ("./org/name", False),
+        ("org", False),
+        ("org/name/more", False),
+        ("../name", False),
+        (Path("org/name"), True),
+    ],
+)
+def test_what_is_taken_for_an_id(tmp_path, monkeypatch, path, expected):
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_id(path) == expected
+    os.makedirs("org/name")
+    assert not is_hub_id("org/name")
