@@ -227,8 +227,13 @@ def _auto(options: argparse.Namespace) -> None:
     script = Path(options.script)
     if not (script / "__main__.py" if script.is_dir() else script).exists():
         raise DrumlineError(f"{options.script} does not exist, so nothing was started.")
-    arguments = (options.script, options.arguments)
-    _on_ranks("drumline.cli.run_script", "run_script", options.ranks, arguments)
+    set_patience(options.patience)
+    runner, arguments = "drumline.cli.run_script", (options.script, options.arguments)
+    job = _job_of_nodes(options, f"{runner}:run_script", runner)
+    if job is None:
+        _on_ranks(runner, "run_script", options.ranks, arguments, encrypt=options.encrypt)
+    else:
+        launcher.run_job(dataclasses.replace(job, args=arguments))
 
 
 def _top(options: argparse.Namespace) -> None:
@@ -455,6 +460,8 @@ _TOP_OPTIONS = (
 )
 _AUTO_OPTIONS = (
     _RANKS,
+    *_NODES,
+    _PATIENCE,
     _option("script", "a script that calls from_pretrained(..., device_map='auto')"),
     _option("arguments", "arguments of the script", nargs=argparse.REMAINDER),
 )

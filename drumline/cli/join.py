@@ -25,7 +25,7 @@ from launcher.cli import (
     token_to_join,
 )
 
-JOINABLE = ("run", "serve", "generate")  # the commands that start ranks on several machines
+JOINABLE = ("run", "serve", "generate", "auto")  # the commands that start ranks on several machines
 EPILOG = """\
 exit codes: 1 the launch could not be joined; 2 wrong usage; else those of the command that the
 first machine runs"""

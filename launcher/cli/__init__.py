@@ -99,7 +99,6 @@ def parse(arguments: Sequence[str], prog: str = PROG) -> argparse.Namespace:
     words, script_arguments = run_options.split(arguments)
     options = parser(prog).parse_args(words)
     options.arguments, options.command_line = script_arguments, tuple(arguments)
-    options.launcher = options.launcher or ("torchrun" if options.nnodes > 1 else "multiprocessing")
     return options
 
 

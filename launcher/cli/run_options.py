@@ -56,9 +56,9 @@ def add_options(run: argparse.ArgumentParser) -> None:
     )
     launcher_option = run.add_argument(
         "--launcher",
+        default="multiprocessing",
         metavar="NAME",
-        help=f"{', '.join(registry.BUILT_IN)}, or an installed one; default: multiprocessing, and "
-        "torchrun for several nodes",
+        help=f"{', '.join(registry.BUILT_IN)}, or an installed one; default: %(default)s",
     )
     launcher_option.completer = lambda **_: registry.BUILT_IN  # type: ignore[attr-defined]
     _add_nodes(run)

@@ -350,7 +350,8 @@ OPTIONS = {
     " --master-addr --master-port --token-file --insecure --encrypt --restarts --max-running"
     " --max-waiting --patience",
     "top": "",
-    "auto": "-n --ranks",
+    "auto": "-n --ranks --nnodes --node-rank --master-addr --master-port --token-file --insecure"
+    " --encrypt --patience",
 }
 
 

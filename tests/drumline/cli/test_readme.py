@@ -46,7 +46,7 @@ def test_two_machines_need_the_line_and_the_token_alone(warm, hosts, script):
         "DRUMLINE_TOKEN": secrets.token_hex(32),
     }
     lines = [line.replace("10.0.0.1", "10.77.0.1") for line in _lines(script)[1:]]
-    lines[0] = lines[0].replace("-n 1", "-n 1 --master-addr 10.77.0.1")
+    lines[0] = lines[0].replace("--nnodes 2", "--nnodes 2 --master-addr 10.77.0.1")
     agents = [hosts.start(n, ["bash", "-c", line], **environ) for n, line in enumerate(lines)]
     told = [agent.communicate(timeout=100)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], told
