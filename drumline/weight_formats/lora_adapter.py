@@ -53,7 +53,7 @@ DEFAULTS = {"r": 8, "lora_alpha": 8}
 """Values of peft's LoraConfig."""
 PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
 """Fields of adapter_config.json, and the fields whose values they have for some modules."""
-BIASES = (None, "none", "all", "lora_only")
+BIASES = ("none", "all", "lora_only")
 ALL_LINEAR = "all-linear"
 PIECE = r"\\[.dw]|\[\^?[\w.-]+\]|[\w.-]"
 PATTERN_TOKEN = re.compile(
@@ -268,8 +268,8 @@ class LoraAdapter:
             raise FieldError(f"target_modules={targets!r:.60} is neither names nor a pattern")
         if saved is not None and not _is_list_of_names(saved):
             raise FieldError(f"modules_to_save={saved!r:.60} is not a list of names")
-        if (bias := self.settings.get("bias")) not in BIASES:
-            raise FieldError(f"bias={bias!r:.60} is none of {', '.join(map(str, BIASES[1:]))}")
+        if (bias := self.settings.get("bias", "none")) not in BIASES:
+            raise FieldError(f"bias={bias!r:.60} is none of {', '.join(BIASES)}")
 
     def _check_numbers(self) -> None:
         for name, default in DEFAULTS.items():

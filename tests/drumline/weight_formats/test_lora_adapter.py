@@ -294,6 +294,7 @@ LIES = [
     ({"target_modules": None}, "target_modules=None is neither"),
     ({"modules_to_save": 7}, "modules_to_save=7 is not a list"),
     ({"bias": "some"}, "bias='some' is none of"),
+    ({"bias": None}, "bias=None is none of"),  # which peft refuses, too
     ({"alpha_pattern": None}, "alpha_pattern=None is not an object"),
 ]
 
