@@ -153,8 +153,6 @@ BATCHING_NAMES: dict[str, tuple[str, str]] = {
     "SCHEDULER_MAPPING": ("the scheduler that the settings name", READ_IN),
     "eager_mask": ("the masks of ordinary passes beside eager attention", READ_IN),
     "eager_paged_attention_forward": ("eager attention of one sequence, with sinks", READ_IN),
-    "find_head_dim": ("the bytes of a token in one layer", READ_IN),
-    "find_num_key_value_heads": ("the bytes of a token in one layer", READ_IN),
     "group_layers_by_attn_type": ("the layers of each kind of attention", READ_IN),
     "sdpa_attention_forward": ("attention of one sequence by torch's own kernels", READ_IN),
     "sdpa_mask": ("the masks of ordinary passes beside torch's kernels", READ_IN),
@@ -206,10 +204,6 @@ def continuous_batching() -> Any:
         update_cb_config_after_cache_creation,
     )
     from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
-    from transformers.generation.continuous_batching.utils import (
-        find_head_dim,
-        find_num_key_value_heads,
-    )
     from transformers.integrations.eager_paged import eager_paged_attention_forward
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import eager_mask, sdpa_mask
@@ -224,8 +218,6 @@ def continuous_batching() -> Any:
         SCHEDULER_MAPPING=SCHEDULER_MAPPING,
         eager_mask=eager_mask,
         eager_paged_attention_forward=eager_paged_attention_forward,
-        find_head_dim=find_head_dim,
-        find_num_key_value_heads=find_num_key_value_heads,
         group_layers_by_attn_type=group_layers_by_attn_type,
         sdpa_attention_forward=sdpa_attention_forward,
         sdpa_mask=sdpa_mask,

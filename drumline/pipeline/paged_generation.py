@@ -18,12 +18,13 @@ from typing import Any
 import torch
 
 from drumline.contact.loading.configs import attention_of, generation_settings
-from drumline.core.device_map import Place
+from drumline.core.device_map import ModelProfile, ModulePart, Place
 from drumline.errors import DrumlineError, PeerLost, PlanError
 from drumline.kv_cache.owner import make_pool
 from drumline.kv_cache.proxy import forget_with
 from drumline.pipeline.driver import PipelineDriver
 from drumline.pipeline.remote_layer import cache_layers
+from drumline.planner.token_memory import token_memory
 
 log = logging.getLogger("drumline")
 
@@ -118,13 +119,11 @@ class BatchedRanks:
 
         config = self.model.config.get_text_config()
         kinds = paged_batches.kinds_of_layers(config)
-        nbytes = paged_batches.block_nbytes(config, self.model.dtype, settings.page_size)
         room = {}
-        for place, share in self._shares(kinds).items():
+        for place, nbytes in self._block_nbytes(kinds, settings.page_size).items():
             planned, free = self.model.device_map.free_for_tokens(place)
             free = max(0, int(free * settings.max_memory_percent))
-            own = (planned + free) * getattr(hints, "share", 1)
-            room[place] = int(own / (nbytes * share))
+            room[place] = int((planned + free) * getattr(hints, "share", 1) / nbytes)
         place, num_blocks = min(room.items(), key=lambda item: item[1], default=((0, ""), 1 << 40))
         requested = settings.num_blocks
         if num_blocks < max(requested or 1, 1):
@@ -137,21 +136,31 @@ class BatchedRanks:
             return int(requested)
         return min(num_blocks, self._max_useful(config, settings, hints) * len({*kinds}))
 
-    def _shares(self, kinds: list[int]) -> dict[Place, float]:
-        """By place with layers, its share of a block. The layer that attends holds once more what
-        it reads, so one layer's share is added."""
-        device_map, num_layers = self.model.device_map, Counter(kinds)
-        modules = dict(self.model.named_modules())
-        shares: dict[Place, list[float]] = defaultdict(list)
+    def _block_nbytes(self, kinds: list[int], page_size: int) -> dict[Place, float]:
+        """The bytes of a block by place with layers, as a pass without weights has them. The layer
+        that attends holds once more what it reads, so the largest layer's part is added."""
+        model, device_map, num_layers = self.model, self.model.device_map, Counter(kinds)
+        modules, parts = dict(model.named_modules()), [ModulePart(n, 0) for n in device_map.places]
+        memory = token_memory(
+            _plain_class(model), model.config, model.dtype, ModelProfile(tuple(parts)), 1, page_size
+        )
+        if memory.error:
+            raise DrumlineError(
+                f"rank 0: a pass of {type(model).__name__} without weights failed, so it is not "
+                f"known how many blocks there is memory for; use generate(). {memory.error}"
+            )
+        nbytes: dict[Place, list[float]] = defaultdict(list)
         for rank in device_map.ranks:
             for name, device in device_map.runs_on(rank).items():
-                for number in cache_layers(modules[name]) if name in modules else ():
-                    if number < len(kinds):
-                        shares[rank, device].append(1 / num_layers[kinds[number]])
+                numbers = cache_layers(modules[name]) if name in modules else ()
+                own = [kinds[number] for number in numbers if number < len(kinds)]
+                # Of two kinds of attention each may take all blocks.
+                times = [len(kinds) / num_layers[kind] for kind in own]
+                nbytes[rank, device] += [memory.kept[name] / len(own) * each for each in times]
         return {
-            place: sum(own) + max(own)
-            for place, own in shares.items()
-            if place in device_map.free_nbytes
+            place: sum(layers) + max(layers)
+            for place, layers in nbytes.items()
+            if layers and place in device_map.free_nbytes
         }
 
     @staticmethod
@@ -162,6 +171,14 @@ class BatchedRanks:
             tokens = getattr(config, "max_position_embeddings", None) or MAX_UNTOLD_TOKENS
         num_blocks = -(-int(tokens) // int(settings.page_size)) + 1
         return 2 * num_blocks * int(settings.max_requests_per_batch)
+
+
+def _plain_class(model: Any) -> type[Any]:
+    """The class of a model before it was spread over ranks."""
+    kind: type[Any] = type(model)
+    while issubclass(kind, PagedGenerationMixin):
+        kind = kind.__bases__[-1]
+    return kind
 
 
 def tried_manager(

@@ -80,12 +80,6 @@ def kinds_of_layers(config: Any) -> list[int]:
     return [kind_by_layer[layer] for layer in sorted(kind_by_layer)]
 
 
-def block_nbytes(config: Any, dtype: torch.dtype, page_size: int) -> int:
-    """The bytes of all layers' keys and values of one page of tokens."""
-    width = api.find_num_key_value_heads(config) * api.find_head_dim(config)
-    return int(2 * width * dtype.itemsize * page_size * config.num_hidden_layers)
-
-
 @dataclass(frozen=True)
 class Workload:
     """The requests that a manager will get, as transformers' WorkloadHints; share: of the memory

@@ -17,6 +17,7 @@ import drumline
 import launcher
 from drumline.pipeline.paged_generation import PoolsOfRanks
 from tests.drumline.conftest import LLAMA
+from tests.drumline.test_families import CAUSAL
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 
@@ -381,12 +382,21 @@ def test_settings_are_refused_wherever_they_are(llama, on_master, caplog):
     on_master(llama[0], 2, work)
 
 
-def test_the_copy_that_a_layer_reads_has_memory_beside_the_pages(llama, on_master):
-    """A pool that filled all that was left had none for what each layer reads back from it."""
+@pytest.mark.parametrize("family", ["llama_tied", "deepseek_v3"])
+def test_blocks_have_the_bytes_that_pools_take_and_a_copy_of_the_largest_layer(
+    checkpoints, on_master, family
+):
+    """A pool that filled all that was left had none for what each layer reads back from it; and
+    keys of DeepSeek are wider than its config's head_dim says."""
+    cls, config = CAUSAL[family]
+    plain, path = checkpoints.make(family, cls, **config)
+    page_size = 8
 
     def work(model):
-        shares = model._batched_ranks._shares([0] * model.config.num_hidden_layers)
-        return sum(shares.values()), model.config.num_hidden_layers
+        ranks = model._batched_ranks
+        nbytes = ranks._block_nbytes([0] * model.config.num_hidden_layers, page_size)
+        return sum(nbytes.values())
 
-    total, num_layers = on_master(llama[0], 2, work)
-    assert total == pytest.approx(1 + 2 / num_layers)
+    cache = plain(torch.tensor([list(range(page_size))])).past_key_values
+    layers = [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
+    assert on_master(path, 2, work) == sum(layers) + 2 * max(layers)
