@@ -19,6 +19,9 @@ from drumline.errors import DrumlineError
 
 api = transformers_api.continuous_batching()
 
+MAX_FILLING = 2
+"""A group's longest sequence is at most this many times as long as its shortest."""
+
 BY_SEQUENCE = {"sdpa": "paged_sdpa", "eager": "paged_eager"}
 """By name of an attention implementation, that of the same one for each sequence by itself."""
 
@@ -32,6 +35,36 @@ class Span:
     mask: torch.Tensor | None
 
 
+@dataclass(frozen=True)
+class SingleQueries:
+    """Sequences with one query each, which attend in one call: many small ones cost more than what
+    they compute.
+
+    queries: [sequences]. keys: [sequences, longest], each filled up to the longest with its first
+    one. mask: [sequences, 1, 1, longest], False for these; None if all are as long.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    mask: torch.Tensor | None
+
+    @classmethod
+    def of(cls, members: Sequence[tuple[int, int, int]], device: torch.device) -> SingleQueries:
+        """The group of sequences of a length, whose query and first key are at these places."""
+        lengths, queries, starts = torch.tensor(members, device=device).unbind(1)
+        places = torch.arange(members[-1][0], device=device)
+        is_own = places < lengths[:, None]
+        keys = starts[:, None] + places * is_own
+        is_equal = members[0][0] == members[-1][0]
+        return cls(queries, keys, None if is_equal else is_own[:, None, None])
+
+    def run(self, attend: Callable[..., Any], query: Any, key: Any, value: Any) -> torch.Tensor:
+        """[sequences, heads, width] of attend(query, key, value, mask)."""
+        own = query[0, :, self.queries].transpose(0, 1)[:, :, None]
+        pairs = [tensor[0].transpose(0, 1)[self.keys].transpose(1, 2) for tensor in (key, value)]
+        return attend(own, *pairs, self.mask)[0][:, 0]  # type: ignore[no-any-return]
+
+
 class Spans:
     """The sequences of one pass.
 
@@ -41,28 +74,46 @@ class Spans:
 
     def __init__(self, query_ends: torch.Tensor, key_ends: torch.Tensor, window: int):
         self.query_ends, self.key_ends, self.window = query_ends.tolist(), key_ends.tolist(), window
+        self._groups: dict[torch.device, list[SingleQueries]] = {}
+
+    def groups(self, device: torch.device) -> list[SingleQueries]:
+        """The sequences with one query, those of similar length together."""
+        if device not in self._groups:
+            slices = zip(_slices(self.query_ends), _slices(self.key_ends), strict=True)
+            members = [(k.stop - k.start, q.start, k.start) for q, k in slices if _size(q) == 1]
+            parts: list[list[tuple[int, int, int]]] = []
+            for member in sorted(members):
+                if not parts or member[0] > MAX_FILLING * parts[-1][0][0]:
+                    parts.append([])
+                parts[-1].append(member)
+            self._groups[device] = [SingleQueries.of(part, device) for part in parts]
+        return self._groups[device]
 
     @cached_property
     def each(self) -> list[Span]:
-        """The sequences with a query."""
+        """The sequences with more than one query."""
         masks: dict[tuple[int, int], torch.Tensor | None] = {}
         spans = []
         for queries, keys in zip(_slices(self.query_ends), _slices(self.key_ends), strict=True):
-            size = queries.stop - queries.start, keys.stop - keys.start
-            if size not in masks:
-                masks[size] = _mask(*size, self.window)
-            if size[0]:
+            size = _size(queries), _size(keys)
+            if size[0] > 1:
+                if size not in masks:
+                    masks[size] = _mask(*size, self.window)
                 spans.append(Span(queries, keys, masks[size]))
         return spans
 
     def longest(self) -> tuple[int, int]:
         """The most queries, and the most keys, of a sequence."""
-        lengths = [[s.stop - s.start for s in _slices(e)] for e in (self.query_ends, self.key_ends)]
+        lengths = [[_size(s) for s in _slices(e)] for e in (self.query_ends, self.key_ends)]
         return max(lengths[0]), max(lengths[1])
 
 
 def _slices(ends: Sequence[int]) -> list[slice]:
     return [slice(*pair) for pair in itertools.pairwise(ends)]
+
+
+def _size(part: slice) -> int:
+    return int(part.stop - part.start)
 
 
 def _mask(num_queries: int, num_keys: int, window: int) -> torch.Tensor | None:
@@ -71,7 +122,7 @@ def _mask(num_queries: int, num_keys: int, window: int) -> torch.Tensor | None:
     The last query is that of the last key.
     """
     is_within = not window or num_queries <= window
-    if num_queries == 1 or (num_queries == num_keys and is_within):
+    if num_queries == num_keys and is_within:
         return None
     before = num_keys - num_queries
     mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(before)
@@ -93,7 +144,8 @@ def attention_arguments(
 
 
 def _by_sequence(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """An attention function that calls another for each sequence, or once where none are told."""
+    """An attention function that calls another for each sequence, and for groups of those with one
+    query; or once where none are told."""
 
     def attention(
         module: Any,
@@ -106,18 +158,18 @@ def _by_sequence(attend: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[torch.Tensor, None]:
         if sequences is None:
             return attend(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
-        outputs = [
-            attend(
-                module,
-                query[:, :, span.queries],
-                key[:, :, span.keys],
-                value[:, :, span.keys],
-                None if span.mask is None else span.mask.to(query.device)[None, None],
-                **kwargs,
-            )[0]
-            for span in sequences.each
-        ]
-        return torch.cat(outputs, dim=1), None
+
+        def part(*tensors: Any) -> Any:
+            return attend(module, *tensors, **kwargs)
+
+        output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+        for span in sequences.each:
+            mask = None if span.mask is None else span.mask.to(query.device)[None, None]
+            keys, values = key[:, :, span.keys], value[:, :, span.keys]
+            output[:, span.queries] = part(query[:, :, span.queries], keys, values, mask)[0]
+        for group in sequences.groups(query.device):
+            output[0, group.queries] = group.run(part, query, key, value)
+        return output, None
 
     return attention
 

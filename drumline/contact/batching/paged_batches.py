@@ -37,6 +37,9 @@ SLICE_S = 0.1
 NEW_TOKEN = 1
 """In the list of what a window reads, the number of a token that this very pass brings."""
 
+TOKENS_BESIDE_EACH = 2
+"""Of prompts, in a step, for each sequence that gets a token in it, as each makes it longer."""
+
 UNLIMITED = 1e9
 """The share of this host's memory that the tables take for granted: the ranks' own is counted."""
 
@@ -224,7 +227,8 @@ def scheduler_class(scheduler_type: str) -> type[Any]:
             active = self.active_requests.values()
             decoding = sum(not state.remaining_prefill_tokens for state in active)
             if decoding and self.tokens_beside is not None:
-                token_budget = min(token_budget, decoding + self.tokens_beside)
+                most = decoding + self.tokens_beside + TOKENS_BESIDE_EACH * decoding
+                token_budget = min(token_budget, most)
             return super().schedule_batch(token_budget, cache_budget)
 
         def clear_cancelled_requests(self) -> Any:
@@ -270,6 +274,8 @@ class PagedManager(Manager):  # type: ignore[misc]
         self.ranks, self._hints = ranks, hints
         self._choose, self._tokens_beside = choose, tokens_beside
         self.names_in_step: list[str] = []
+        # It would set a variable of the environment, for graphs of NCCL that are not made here.
+        options["continuous_batching_config"].disable_nccl_graph_mixing = False
         try:
             super().__init__(model=model, workload_hints=hints, **options)
         except BaseException:

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from drumline.contact.batching.paged_batches import TOKENS_BESIDE_EACH
 from drumline.pipeline.paged_generation import BatchedRanks
 from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import CHUNK_TOKENS, PAGE_SIZE, BatchScheduler, ServingLimits
@@ -102,7 +103,7 @@ def test_a_long_prompt_comes_in_chunks_between_the_tokens_of_others(plain, loade
         assert all(client.has_begun.wait(60) for client in others)
         submit(scheduler, long)
         assert long.tokens() == alone(plain, prompt)
-    assert max(sizes) == 2 + beside
+    assert max(sizes) == 2 + beside + 2 * TOKENS_BESIDE_EACH
 
 
 def test_sequences_without_a_limit_of_their_own_run_together(loaded):
