@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -193,6 +193,16 @@ def make_read_only(
             part.__dict__["forward"] = _RemoteForward(inner, rank)
 
 
+def show_device_of_embeddings(module: nn.Module, device: torch.device) -> None:
+    """Let tables of embeddings that are elsewhere say that they are on this device.
+
+    Models move tokens there before they call them (Llama 4), and it is from here that they do.
+    """
+    for part in module.modules():
+        if isinstance(part, nn.Embedding) and isinstance(part.weight, _ReadOnlyTensor):
+            part.weight.__dict__["_device"] = device
+
+
 def make_weights_read_only(
     module: nn.Module, name: str, rank: int = 0
 ) -> list[tuple[str, torch.Tensor]]:
@@ -250,6 +260,9 @@ class _ReadOnlyModule(nn.Module):
         super().__setattr__(key, value)
 
 
+DEVICE_OF: Any = torch.Tensor.device.__get__
+
+
 class _ReadOnlyTensor:
     """A weight without values here: anything written into it would be lost silently."""
 
@@ -265,6 +278,8 @@ class _ReadOnlyTensor:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func == DEVICE_OF and (device := args[0].__dict__.get("_device")) is not None:
+            return device
         read_only = [
             leaf
             for leaf in torch_private.tree_leaves((args, kwargs))
@@ -287,7 +302,10 @@ class _ReadOnlyTensor:
                     "that, or give the layer to rank 0 in device_map."
                 )
         with torch_private.plain_functions():
-            result = func(*args, **kwargs)
+            try:
+                result = func(*args, **kwargs)
+            except (NotImplementedError, RuntimeError) as error:
+                raise cls._no_values(func, read_only, error) from error
             if type(result) is torch.Tensor:
                 memory = result.untyped_storage()
                 for tensor in read_only:
@@ -295,6 +313,18 @@ class _ReadOnlyTensor:
                     if own.untyped_storage() is memory:  # .data, .detach(), a row
                         _make_tensor_read_only(result, *tensor.__dict__["_read_only_origin"])
         return result
+
+    @staticmethod
+    def _no_values(
+        func: Any, read_only: Sequence[_ReadOnlyTensor], error: Exception
+    ) -> DrumlineError:
+        """The error of a function that may have failed for the values that are elsewhere."""
+        name, rank = read_only[0].__dict__["_read_only_origin"]
+        where = f"rank {rank}" if rank else "disk"
+        return DrumlineError(
+            f"rank 0: {func.__name__} failed with {name}, whose values are on {where} ({error}); "
+            "give that part to rank 0 in device_map, as nothing but a call of it works from here."
+        )
 
 
 class _ReadOnlyWeight(_ReadOnlyTensor, nn.Parameter):

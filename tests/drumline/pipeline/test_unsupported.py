@@ -255,3 +255,34 @@ def test_the_weights_of_a_sealed_layer_can_be_looked_at_and_computed_with():
     assert type(weight + 1) is torch.Tensor
     with pytest.raises(DrumlineError, match=r"zero_ on layers\.0\.1\.running_mean"):
         layer[1].running_mean.zero_()
+
+
+LLAMA4 = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "intermediate_size_mlp": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_local_experts": 2,
+}
+
+
+def test_a_model_that_asks_its_embedding_for_a_device_runs_without_it_on_rank_0(checkpoints):
+    """Llama 4 moves the tokens to where the weights are, which was "meta": a bare torch error."""
+    plain, path = checkpoints.make("llama4", "Llama4ForCausalLM", **LLAMA4)
+    tokens = torch.tensor([[5, 6, 7]])
+    expected = plain.generate(tokens, max_new_tokens=6, do_sample=False)
+
+    def rank():
+        with drumline.load(path, max_memory=[1, 1 << 30]) as model:
+            assert model.device_map.places["model.embed_tokens"] == (1, "cpu")
+            weight = model.get_input_embeddings().weight
+            with pytest.raises(DrumlineError, match=r"tokens\.weight.*rank 1.*device_map"):
+                torch.where(torch.ones(2, 32) > 0, weight[0], torch.ones(2, 32))
+            return model.generate(tokens, max_new_tokens=6, do_sample=False)
+
+    found = launcher.launch(rank, nprocs=2, launcher="threads", timeout_s=60)[0]
+    assert found.tolist() == expected.tolist()
