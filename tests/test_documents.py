@@ -156,7 +156,7 @@ def test_the_tutorials_model_runs_on_two_machines(hosts, tmp_path):
     for name, text in FILE.findall((ROOT / "docs" / "quickstart.md").read_text()):
         (tmp_path / name).write_text(text.replace('"tiny"', f'"{tmp_path}/tiny"'))
     _typed("python tiny.py", tmp_path)
-    start = "drumline run --launcher torchrun"
+    start = "drumline run --nnodes 2"
     told = hosts.typed(page, start, **{"generate.py": tmp_path / "generate.py"})
     (tokens,) = re.findall(r"\[1, 2, 3, 4, 5, .*\]", "".join(told))
     assert len(tokens.split(",")) == 13
