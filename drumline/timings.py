@@ -55,6 +55,9 @@ class ModelTimings:
     # ---- serving/ ----
     disconnect_poll_s: float = 0.2
     """Between two checks whether a client is still connected. Must exceed the time of a check."""
+    ping_s: float = 15.0
+    """Between two comments in a stream that waits. Must stay below the time for which proxies wait
+    for an answer, often 60 s."""
     header_s: float = 10.0
     """For the head of a request, from the connection or from the answer before. Must exceed the
     slowest round trip."""

@@ -86,6 +86,11 @@ NAMES: dict[str, tuple[str, str]] = {
         READ_IN,
     ),
     "get_gguf_hf_weights_map": ("the names of a GGUF file's tensors in a model", READ_IN),
+    "get_response_template": (
+        "tells calls and reasoning apart in answers of models whose tokenizers do not say how; of "
+        "the private server of transformers, as nothing public has these templates",
+        READ_IN,
+    ),
     "get_hf_quantizer": ("the sizes that quantized weights will have in memory", READ_IN),
     "get_model_conversion_mapping": (
         "the tables by which stored weights are renamed, stacked and joined for a kind of model",
@@ -186,6 +191,13 @@ def tiny_llama(**sizes: Any) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
 
 
+def response_template(tokenizer: Any, model: Any) -> Any:
+    """The template of answers that transformers' own server uses, imported with a server alone."""
+    from transformers.cli.serving.utils import get_response_template
+
+    return get_response_template(tokenizer, model)
+
+
 @functools.cache
 def continuous_batching() -> Any:
     """BATCHING_NAMES as attributes, imported with the first batch: a model alone needs none."""
@@ -259,6 +271,7 @@ __all__ = [
     "get_hf_quantizer",
     "get_model_conversion_mapping",
     "rename_source_key",
+    "response_template",
     "tiny_llama",
     "transformers",
 ]

@@ -13,9 +13,10 @@ import hmac
 import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request
@@ -28,6 +29,7 @@ from drumline import timings
 from drumline.errors import DrumlineError, PeerLost
 from drumline.serving import metrics, protocol
 from drumline.serving.answers.logprobs import LogprobFormatter
+from drumline.serving.answers.message_parser import message_parser
 from drumline.serving.answers.request_stream import RequestStream, SequenceRequest, TextEvent
 from drumline.serving.answers.response_writer import (
     ResponseBuilder,
@@ -35,6 +37,7 @@ from drumline.serving.answers.response_writer import (
     as_internal_error,
     chunks,
     internal_error,
+    message_pieces,
     whole_response,
 )
 from drumline.serving.front.remote_scheduler import RemoteScheduler
@@ -63,7 +66,8 @@ class Service:
     """The handlers of OpenAI's API for one model.
 
     names: what requests may call it, the first what responses do. model: None if ranks that are no
-    part of this process have it. peers: the ranks of the model.
+    part of this process have it. peers: the ranks of the model. sampling: parameters of requests
+    that do not have them.
     """
 
     def __init__(
@@ -73,9 +77,10 @@ class Service:
         tokenizer: Any,
         limits: ServingLimits,
         peers: Sequence[Peer] = (),
+        sampling: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self.names, self.name = names, names[0]
-        self.tokenizer, self.limits = tokenizer, limits
+        self.tokenizer, self.limits, self._sampling = tokenizer, limits, sampling
         self.failure: DrumlineError | None = None
         self.created = int(time.time())
         self._bodies_nbytes = 0
@@ -301,7 +306,9 @@ class Service:
         sequences = await asyncio.get_running_loop().run_in_executor(
             None, self._sequences, body, prompts, max_tokens
         )
-        stream = RequestStream(self.tokenizer, sequences, body.skip_special_tokens)
+        parsers = [message_parser(self.tokenizer, body, item.prompt) for item in sequences]
+        skips = body.skip_special_tokens and not parsers[0].uses_special_tokens
+        stream = RequestStream(self.tokenizer, sequences, skips)
         with as_api_error():
             self.scheduler.submit(stream.generations)
         is_chat = isinstance(body, protocol.ChatCompletionRequest)
@@ -310,30 +317,33 @@ class Service:
         events = self._measured(stream, request)
         if isinstance(body, protocol.CompletionRequest) and body.echo:
             events = self._echoed(stream, events)
+        pieces = message_pieces(events, parsers)
         if not body.stream:
-            return await whole_response(stream, events, response)
+            return await whole_response(stream, pieces, response)
         with as_internal_error():  # an error before the first event still has a status of its own
-            first = await anext(events, None)
-        pieces = chunks(first, events, stream, response, body)
-        return StreamingResponse(pieces, media_type="text/event-stream")
+            first = await anext(pieces, None)
+        lines = chunks(first, pieces, stream, response, body)
+        return StreamingResponse(lines, media_type="text/event-stream")
 
     def _sequences(
         self, body: protocol.GenerationRequest, prompts: Prompts, max_tokens: int
     ) -> list[SequenceRequest]:
         end_tokens, schema = self.scheduler.end_tokens, body.json_schema
+        end_token = getattr(self.tokenizer, "eos_token_id", None)
+        if end_token is not None and end_token >= self.scheduler.vocabulary:
+            end_token = None
 
         def sequence(prompt: list[int], choice: int) -> SequenceRequest:
             grammar = None if schema is None else self._grammars.json(schema)
-            params = body.sampling_params(max_tokens, choice)
+            params = body.sampling_params(max_tokens, choice, self._sampling, end_token)
             return SequenceRequest(prompt, params, end_tokens, grammar)
 
         try:
             return [sequence(prompt, i) for prompt in prompts for i in range(body.num_choices)]
-        except ValueError as error:
-            text = f"response_format: {error}"
-            raise protocol.invalid_request(text, "response_format") from error
-        except DrumlineError as error:
-            raise protocol.invalid_request(str(error), "response_format") from error
+        except (ValueError, DrumlineError) as error:
+            field = body.schema_field
+            text = str(error) if isinstance(error, DrumlineError) else f"{field}: {error}"
+            raise protocol.invalid_request(text, field) from error
 
     @functools.cached_property
     def _grammars(self) -> GrammarCompiler:

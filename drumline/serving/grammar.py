@@ -1,4 +1,4 @@
-"""Grammars of responses, for `response_format`: any JSON object, or JSON of a schema.
+"""Grammars of responses, for `response_format` and `tool_choice`: JSON of a schema.
 
 grammars = GrammarCompiler(tokenizer, vocabulary)
 sampler = TokenSampler(params, grammar=grammars.json({"type": "object"}))
@@ -45,6 +45,9 @@ class JsonGrammar:
     def __init__(self, matcher: Any, schema: dict[str, Any]) -> None:
         self._matcher, self.schema = matcher, schema
         self._check()
+        matcher.compute_bitmask()
+        if matcher.is_error():  # as of one that is only a reference to itself
+            raise ValueError("no JSON can be of this schema")
 
     def mask(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits, -inf for each token that may not come next. logits: [vocabulary]."""
@@ -64,3 +67,49 @@ class JsonGrammar:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise ValueError(self._matcher.get_error())
+
+
+def parameters_of(function: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a tool's arguments; one without takes none."""
+    return function.get("parameters") or {"type": "object", "additionalProperties": False}
+
+
+def schema_of_calls(functions: list[dict[str, Any]], max_calls: int | None) -> dict[str, Any]:
+    """The schema of a list of calls, each an object of name and parameters."""
+    names = [str(function.get("name")) for function in functions]
+    schemas = {
+        str(index): _at(parameters_of(function), f"#/$defs/{index}")
+        for index, function in enumerate(functions)
+    }
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": name},
+                "parameters": {"$ref": f"#/$defs/{index}"},
+            },
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for index, name in enumerate(names)
+    ]
+    most = {} if max_calls is None else {"maxItems": max_calls}
+    return {
+        "type": "array",
+        "items": {"anyOf": calls},
+        "minItems": 1,
+        **most,
+        "$defs": schemas,
+    }
+
+
+def _at(schema: Any, root: str) -> Any:
+    """A schema whose references are relative to this place in a larger one."""
+    if isinstance(schema, list):
+        return [_at(item, root) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    reference = schema.get("$ref")
+    is_local = isinstance(reference, str) and reference.startswith("#")
+    moved = {"$ref": root + reference[1:]} if is_local else {}  # type: ignore[index]
+    return {name: _at(value, root) for name, value in schema.items()} | moved

@@ -20,9 +20,12 @@ from typing import Any
 
 from coordinator import Coordinator, RankFailure
 from drumline import timings
-from drumline.contact.loading.hub import is_hub_id
+from drumline.checkpoint.config_files import read_generation_config
+from drumline.contact.loading.configs import response_template
+from drumline.contact.loading.hub import is_hub_id, local_folder
 from drumline.core.consistency import run_on_all_ranks
 from drumline.errors import CheckpointError, DrumlineError, PeerLost
+from drumline.serving.sampling import SAMPLING_FIELDS
 from drumline.serving.scheduler import ServingLimits
 from drumline.strategies.load import Memory, load
 from drumline.strategies.opening import folder_on_all_ranks
@@ -96,7 +99,8 @@ def serve(
 
             names = served_names(model_path, served_model_name)
             limits = limits_for(model, length, max_running, max_waiting)
-            service = Service(names, model, endpoint.tokenizer, limits, coor.peers)
+            sampling = endpoint.sampling
+            service = Service(names, model, endpoint.tokenizer, limits, coor.peers, sampling)
             # A host that does not answer may recover: an error of the calls that wait for it.
             with coor.on_failure(functools.partial(_fail, service), is_waiting=lambda: False):
                 serve_requests(service, endpoint, log_requests)
@@ -111,13 +115,15 @@ def _fail(service: Any, failure: RankFailure) -> None:
 class Endpoint:
     """The address for clients, and what is known of the model before it is loaded.
 
-    key: of the clients. max_length: tokens of a prompt with its completion.
+    key: of the clients. max_length: tokens of a prompt with its completion. sampling: what the
+    checkpoint's generation_config.json has of SAMPLING_FIELDS.
     """
 
     tokenizer: Any
     listener: socket.socket
     key: str | None
     max_length: int
+    sampling: Mapping[str, float]
 
     @classmethod
     def open(
@@ -133,11 +139,15 @@ class Endpoint:
         """Raises DrumlineError for what cannot be served; the arguments are those of serve()."""
         _check_packages()
         key = _read_key(host, key_file)
-        length = _length(model_path, max_length, options)
+        config = _decoder_config(model_path, options)
+        length = _length(config, max_length)
         tokenizer = read_model_tokenizer(model_path, **options)
         tokenizer = _with_template(tokenizer, chat_template)
         _check_template(model_path, tokenizer.chat_template)
-        return cls(tokenizer, _bound(host, port), key, length)
+        tokenizer.response_template = _response_template(model_path, tokenizer, config)
+        folder = local_folder(model_path, options.get("revision"), options.get("gguf_file"))
+        sampling = read_sampling_defaults(folder)
+        return cls(tokenizer, _bound(host, port), key, length, sampling)
 
 
 def served_names(model_path: str, served_model_name: Sequence[str] | None) -> list[str]:
@@ -223,14 +233,42 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _length(model_path: str, max_length: int | None, options: Mapping[str, Any]) -> int:
-    """Tokens of a sequence: max_length, if the model has positions for them."""
+def _response_template(model_path: str, tokenizer: Any, config: Any) -> Any:
+    """How calls and reasoning are told apart in answers; None if that is not known."""
+    tokenizer.response_template = response_template(tokenizer, config.model_type)
+    try:
+        if tokenizer.response_template is not None:
+            tokenizer.get_response_parser(prefix="")
+    except Exception as error:  # each of its fields is checked in a way of its own
+        raise CheckpointError(
+            f"{model_path} has a response_template in its tokenizer_config.json that cannot be "
+            f"used ({error}), so calls of tools could not be told from text; copy it again, or "
+            "remove it."
+        ) from error
+    return tokenizer.response_template
+
+
+def read_sampling_defaults(folder: str | Path) -> dict[str, float]:
+    """What a checkpoint recommends for SAMPLING_FIELDS, as `vllm serve` takes it."""
+    if not Path(folder, "generation_config.json").exists():
+        return {}
+    settings = read_generation_config(folder)
+    fields = {name: getattr(settings, name, None) for name in SAMPLING_FIELDS}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _decoder_config(model_path: str, options: Mapping[str, Any]) -> Any:
     config = read_generator(model_path, **options)
     if config.is_encoder_decoder:
         raise DrumlineError(
             f"rank 0: {model_path} is an encoder-decoder, but OpenAI's API continues prompts; "
             "serve a decoder, or call generate() in a script of your own."
         )
+    return config
+
+
+def _length(config: Any, max_length: int | None) -> int:
+    """Tokens of a sequence: max_length, if the model has positions for them."""
     most = num_positions(config)
     if max_length is not None and max_length > most:
         raise DrumlineError(

@@ -7,11 +7,13 @@ that is not supported. Any other is refused by name: a response that ignored it 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from drumline.serving.sampling import SamplingParams
+from drumline.serving.grammar import parameters_of, schema_of_calls
+from drumline.serving.sampling import SAMPLING_FIELDS, SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
 """Of a completion without max_tokens; a chat may go on to the limit of the server."""
@@ -140,6 +142,11 @@ class GenerationRequest(ApiObject):
         return None if self.response_format is None else self.response_format.wanted_schema()
 
     @property
+    def schema_field(self) -> str:
+        """The field that has the schema."""
+        return "response_format"
+
+    @property
     def includes_usage(self) -> bool:
         """True if the last chunk of the stream holds the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -150,21 +157,29 @@ class GenerationRequest(ApiObject):
         options = self.stream_options
         return self.includes_usage and options is not None and options.continuous_usage_stats
 
-    def sampling_params(self, max_tokens: int, choice: int) -> SamplingParams:
-        """The parameters of one choice. With a seed, each choice has a seed of its own."""
+    def sampling_params(
+        self,
+        max_tokens: int,
+        choice: int,
+        defaults: Mapping[str, float],
+        end_token: int | None,
+    ) -> SamplingParams:
+        """The parameters of one choice. With a seed, each choice has a seed of its own.
+
+        defaults: by name, of what the request does not have. end_token: the tokenizer's.
+        """
+        own = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        values: dict[str, Any] = {**defaults, **{k: v for k, v in own.items() if v is not None}}
+        ends = set() if end_token is None or self.ignore_eos else {end_token}
         return SamplingParams(
             max_tokens=max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(0, self.top_k or 0),
-            min_p=self.min_p or 0.0,
+            **{**values, "top_k": max(0, values.get("top_k", 0))},
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=self.repetition_penalty or 1.0,
             logit_bias=tuple(self.logit_bias.items()),
             seed=None if self.seed is None else (self.seed + choice) % 2**63,
             stop=tuple(text for text in self.stop or () if text),
-            stop_tokens=frozenset(self.stop_token_ids),
+            stop_tokens=frozenset(self.stop_token_ids) | ends,
             ignore_eos=self.ignore_eos,
             min_tokens=self.min_tokens,
             num_logprobs=self.num_logprobs,
@@ -235,6 +250,17 @@ def _for_template(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}} if is_mapping else call
 
 
+class NamedFunction(ApiObject):
+    name: str
+
+
+class NamedTool(ApiObject):
+    """The tool that the answer must call."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
 class ChatCompletionRequest(GenerationRequest):
     """The body of /v1/chat/completions."""
 
@@ -243,7 +269,7 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     tools: list[dict[str, Any]] = []
-    tool_choice: Literal["none", "auto"] = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     documents: list[dict[str, Any]] = []
     add_generation_prompt: bool = True
@@ -256,6 +282,33 @@ class ChatCompletionRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs is given without logprobs=true, which it needs")
         return self
+
+    @model_validator(mode="after")  # type: ignore[untyped-decorator]
+    def _check_tool_choice(self) -> ChatCompletionRequest:
+        names = [function.get("name") for function in self._functions()]
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice is required, but there are no tools to choose from")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r:.200}, no tool")
+        return self
+
+    def _functions(self) -> list[dict[str, Any]]:
+        functions = [tool.get("function") for tool in self.tools]
+        return [function for function in functions if isinstance(function, dict)]
+
+    @property
+    def json_schema(self) -> dict[str, Any] | None:
+        """The schema of the calls if the answer must call a tool, else that of the response."""
+        if self.tool_choice == "required":
+            return schema_of_calls(self._functions(), None if self.parallel_tool_calls else 1)
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return next(parameters_of(f) for f in self._functions() if f.get("name") == name)
+        return super().json_schema
+
+    @property
+    def schema_field(self) -> str:
+        return "response_format" if self.tool_choice in ("auto", "none") else "tool_choice"
 
     @property
     def num_logprobs(self) -> int | None:

@@ -16,6 +16,9 @@ import torch
 
 MIN_TEMPERATURE = torch.finfo(torch.float32).tiny  # below, a division by it overflows
 
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Parameters for which a checkpoint may have recommendations."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:

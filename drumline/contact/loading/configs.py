@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,14 @@ def generation_settings(**fields: Any) -> Any:
 def read_tokenizer(folder: str | Path, **options: Any) -> Any:
     """The tokenizer of a folder; raises whatever its files come to."""
     return api.AutoTokenizer.from_pretrained(folder, **options)
+
+
+def response_template(tokenizer: Any, model_type: str) -> dict[str, Any] | None:
+    """How calls and reasoning are told apart in answers: as the tokenizer says, or as is usual for
+    this type of model; None if that is not known."""
+    model = types.SimpleNamespace(config=types.SimpleNamespace(model_type=model_type))
+    template: dict[str, Any] | None = api.response_template(tokenizer, model)
+    return template
 
 
 class TextPrinter(api.TextStreamer):  # type: ignore[misc]

@@ -24,7 +24,10 @@ from drumline.serving.scheduler import Generation
 
 @dataclass(frozen=True)
 class TextEvent:
-    """New text of one choice, and the reason of its end, if it has ended."""
+    """New text of one choice, and the reason of its end, if it has ended.
+
+    With neither, the request still waits.
+    """
 
     index: int
     text: str
@@ -91,7 +94,8 @@ class RequestStream:
         num_open = len(self.generations)
         try:
             while num_open and (event := await self._events.get()) is not None:
-                self.first_token_s = self.first_token_s or time.monotonic() - self.start
+                if not self.first_token_s and (event.text or event.end_reason is not None):
+                    self.first_token_s = time.monotonic() - self.start
                 if isinstance(event.end_reason, Exception):
                     raise event.end_reason
                 num_open -= event.end_reason is not None
@@ -102,8 +106,12 @@ class RequestStream:
                 generation.cancel()
 
     async def _watch_disconnect(self, request: Request) -> None:
+        pinged_s = time.monotonic()
         while not await request.is_disconnected():
             await asyncio.sleep(timings.TIMINGS.disconnect_poll_s)
+            if time.monotonic() - pinged_s >= timings.TIMINGS.ping_s:
+                self._events.put_nowait(TextEvent(0, "", None))
+                pinged_s = time.monotonic()
         self._events.put_nowait(None)
 
     def usage(self) -> dict[str, int]:

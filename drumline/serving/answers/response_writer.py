@@ -1,7 +1,7 @@
 """The answers of OpenAI's API: whole, in chunks of a stream, or an error.
 
 builder = ResponseBuilder("llama", is_chat=True, logprobs=None)
-return await whole_response(stream, events, builder)
+return await whole_response(stream, message_pieces(events, parsers), builder)
 """
 
 from __future__ import annotations
@@ -11,119 +11,159 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi.responses import JSONResponse, Response
 
+from drumline import timings
 from drumline.errors import DrumlineError, PeerLost
 from drumline.serving import protocol
 from drumline.serving import scheduler as scheduling
 from drumline.serving.answers.logprobs import LogprobFormatter
+from drumline.serving.answers.message_parser import Delta, PlainText, merged
 from drumline.serving.answers.request_stream import RequestStream, TextEvent
 from drumline.serving.sampling import TokenLogprob
 
 
-@dataclass
-class ChoiceText:
-    """The text of one choice, or a piece of it, and why it ended, if it has."""
+@dataclass(frozen=True)
+class Piece:
+    """What is added to the message of one choice, and why the choice ended, if it has.
 
-    text: str = ""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: str | None = None
+    Of an event that adds nothing yet: None.
+    """
+
+    index: int
+    delta: Delta
+    logprobs: list[TokenLogprob]
+    finish_reason: str | None
 
 
 class ResponseBuilder:
     """The bodies of one response, whole or in chunks of a stream."""
 
     def __init__(self, model: str, is_chat: bool, logprobs: LogprobFormatter | None) -> None:
-        self._is_chat, self._logprobs = is_chat, logprobs
+        self.is_chat, self._logprobs = is_chat, logprobs
         self._header = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
         }
 
-    def response(self, choices: Sequence[ChoiceText], usage: dict[str, int]) -> dict[str, Any]:
-        """The body of a response that is not a stream."""
-        kind = "chat.completion" if self._is_chat else "text_completion"
-        bodies = [
-            self._choice(index, choice, "message", {"role": "assistant", "content": choice.text})
-            for index, choice in enumerate(choices)
-        ]
+    def response(self, choices: Sequence[Sequence[Piece]], usage: dict[str, int]) -> dict[str, Any]:
+        """The body of a response that is not a stream, of the pieces of each choice."""
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        bodies = []
+        for index, pieces in enumerate(choices):
+            logprobs = [item for piece in pieces for item in piece.logprobs]
+            reason = pieces[-1].finish_reason if pieces else None
+            message = merged(piece.delta for piece in pieces)
+            whole = Piece(index, message, logprobs, reason or "cancelled")
+            bodies.append(self._choice(whole, "message"))
         return {**self._header, "object": kind, "choices": bodies, "usage": usage}
 
     def first_chunk(self, index: int) -> dict[str, Any]:
         """The first chunk of a chat's choice."""
-        message = {"role": "assistant", "content": ""}
-        return self._chunk([self._choice(index, ChoiceText(), "delta", message)])
+        delta = {"role": "assistant", "content": ""}
+        return self._chunk([self._choice(Piece(index, delta, [], None), "delta")])
 
-    def chunk(self, index: int, choice: ChoiceText, offset: int) -> dict[str, Any]:
-        """A chunk of one choice; the last of a chat's choice holds no text.
-
-        offset: characters of the choice before it.
-        """
-        is_empty = self._is_chat and not choice.text and choice.finish_reason is not None
-        delta = {} if is_empty else {"content": choice.text}
-        return self._chunk([self._choice(index, choice, "delta", delta, offset)])
+    def chunk(self, piece: Piece, offset: int) -> dict[str, Any]:
+        """A chunk of one choice. offset: characters of the choice before it."""
+        return self._chunk([self._choice(piece, "delta", offset)])
 
     def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
         """The last chunk, if the request includes the usage."""
         return {**self._chunk([]), "usage": usage}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         return {**self._header, "object": kind, "choices": choices}
 
-    def _choice(
-        self, index: int, choice: ChoiceText, key: str, message: dict[str, str], offset: int = 0
-    ) -> dict[str, Any]:
-        body: dict[str, Any] = {key: message} if self._is_chat else {"text": choice.text}
-        logprobs = self._logprobs and self._logprobs.format(choice.logprobs, offset)
-        return {"index": index, **body, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+    def _choice(self, piece: Piece, key: str, offset: int = 0) -> dict[str, Any]:
+        text = piece.delta.get("content", "")
+        return {
+            "index": piece.index,
+            **({key: piece.delta} if self.is_chat else {"text": text}),
+            "logprobs": self._logprobs and self._logprobs.format(piece.logprobs, offset),
+            "finish_reason": piece.finish_reason,
+        }
+
+
+async def message_pieces(
+    events: AsyncIterator[TextEvent], parsers: Sequence[PlainText]
+) -> AsyncIterator[Piece | None]:
+    """What each event adds to the message of its choice, by that choice's parser."""
+    held: list[list[TokenLogprob]] = [[] for _ in parsers]  # of text that is in no delta yet
+    callers = set()
+    async for event in events:
+        index, end_reason = event.index, event.end_reason
+        deltas = parsers[index].feed(event.text) if event.text else []
+        held[index] += event.logprobs
+        reasons: list[str | None] = [None]
+        if end_reason is not None:
+            deltas = [*deltas, *parsers[index].finish()] or [{}]
+        callers |= {index for delta in deltas if "tool_calls" in delta}
+        if end_reason is not None:
+            is_call = end_reason == "stop" and index in callers
+            reasons = ["tool_calls" if is_call else str(end_reason)]
+        for delta, reason in zip(deltas, [*[None] * (len(deltas) - 1), *reasons], strict=False):
+            yield Piece(index, delta, held[index], reason)
+            held[index] = []
+        if not deltas:
+            yield None
 
 
 async def whole_response(
-    stream: RequestStream, events: AsyncIterator[TextEvent], response: ResponseBuilder
+    stream: RequestStream, pieces: AsyncIterator[Piece | None], response: ResponseBuilder
 ) -> Response:
-    choices = [ChoiceText(finish_reason="cancelled") for _ in stream.generations]
+    choices: list[list[Piece]] = [[] for _ in stream.generations]
     with as_internal_error():
-        async for event in events:
-            choice = choices[event.index]
-            choice.text += event.text
-            choice.logprobs += event.logprobs
-            if event.end_reason is not None:
-                choice.finish_reason = str(event.end_reason)
+        async for piece in pieces:
+            if piece is not None:
+                choices[piece.index].append(piece)
     return JSONResponse(response.response(choices, stream.usage()))
 
 
 async def chunks(
-    first: TextEvent | None,
-    events: AsyncIterator[TextEvent],
+    first: Piece | None,
+    pieces: AsyncIterator[Piece | None],
     stream: RequestStream,
     response: ResponseBuilder,
     body: Any,
 ) -> AsyncIterator[str]:
-    """Server-sent events (WHATWG HTML, 9.2), as OpenAI sends them."""
-    event, offsets = first, [0] * len(stream.generations)
-    if isinstance(body, protocol.ChatCompletionRequest):
-        for index in range(len(stream.generations)):
-            yield _server_sent_event(response.first_chunk(index))
+    """Server-sent events (WHATWG HTML, 9.2), as OpenAI sends them.
+
+    After ping_s without one, a comment follows, so that no proxy takes the stream for dead.
+    """
+    offsets, sent_s = [0] * len(stream.generations), time.monotonic()
+    for index in range(len(stream.generations) if response.is_chat else 0):
+        yield _server_sent_event(response.first_chunk(index))
     try:
-        while event is not None:
-            end_reason = None if event.end_reason is None else str(event.end_reason)
-            piece = ChoiceText(event.text, event.logprobs, end_reason)
-            chunk = response.chunk(event.index, piece, offsets[event.index])
-            usage = {"usage": stream.usage()} if body.includes_usage_so_far else {}
-            yield _server_sent_event({**chunk, **usage})
-            offsets[event.index] += len(event.text)
-            event = await anext(events, None)
+        async for piece in _with_first(first, pieces):
+            if piece is not None:
+                chunk = response.chunk(piece, offsets[piece.index])
+                usage = {"usage": stream.usage()} if body.includes_usage_so_far else {}
+                yield _server_sent_event({**chunk, **usage})
+                offsets[piece.index] += len(piece.delta.get("content", ""))
+            elif time.monotonic() - sent_s >= timings.TIMINGS.ping_s:
+                yield ": ping\n\n"
+            else:
+                continue
+            sent_s = time.monotonic()
     except Exception as error:  # the status is sent already, so the error becomes an event
         yield _server_sent_event(internal_error(error).body)
         return
     if body.includes_usage:
         yield _server_sent_event(response.usage_chunk(stream.usage()))
     yield "data: [DONE]\n\n"
+
+
+async def _with_first(
+    first: Piece | None, pieces: AsyncIterator[Piece | None]
+) -> AsyncIterator[Piece | None]:
+    yield first
+    async for piece in pieces:
+        yield piece
 
 
 def _server_sent_event(data: dict[str, Any]) -> str:

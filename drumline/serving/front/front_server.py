@@ -56,7 +56,7 @@ def serve_with_restarts(
 
     limits = ServingLimits(endpoint.max_length, max_running, max_waiting)
     names = http_server.served_names(model_path, served_model_name)
-    service = Service(names, None, endpoint.tokenizer, limits)
+    service = Service(names, None, endpoint.tokenizer, limits, sampling=endpoint.sampling)
     scheduler = service.scheduler
     assert isinstance(scheduler, RemoteScheduler)
 

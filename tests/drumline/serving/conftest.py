@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import drumline
@@ -32,6 +32,17 @@ def loaded(plain):
     """The same model as the server has it."""
     with drumline.load(plain[1]) as model:
         yield model
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer():
+    """One token a byte, and an end."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: index for index, letter in enumerate(letters)}
+    bytes_alone = Tokenizer(models.BPE(vocab={**vocabulary, "end": len(letters)}, merges=[]))
+    bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_alone.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bytes_alone, eos_token="end")
 
 
 def expected(plain, prompt, num_new=12):

@@ -1,0 +1,174 @@
+"""Tool calls and reasoning in the text of an answer, as it comes.
+
+parser = message_parser(tokenizer, request, prompt)
+deltas = [delta for text in texts for delta in parser.feed(text)] + parser.finish()
+message = merged(deltas)
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from drumline.serving import protocol
+
+Delta = dict[str, Any]
+"""What a chunk adds to a message: content, reasoning_content, or tool_calls with their index."""
+
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names of it in templates
+
+
+class PlainText:
+    """The parser of an answer that is text."""
+
+    uses_special_tokens = False
+
+    def feed(self, text: str) -> list[Delta]:
+        """What new text adds to the message."""
+        return [{"content": text}] if text else []
+
+    def finish(self) -> list[Delta]:
+        """What the end of the text adds to it."""
+        return []
+
+
+class NamedCall(PlainText):
+    """The parser of an answer that is the arguments of one call, as a grammar made it."""
+
+    def __init__(self, name: str) -> None:
+        self._head = _call(0, name, "")
+
+    def feed(self, text: str) -> list[Delta]:
+        call, self._head = self._head or {"index": 0, "function": {}}, {}
+        return [{"tool_calls": [{**call, "function": {**call["function"], "arguments": text}}]}]
+
+
+class CallList(PlainText):
+    """The parser of an answer that is a JSON list of calls, as a grammar made it."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def feed(self, text: str) -> list[Delta]:
+        self._text += text
+        return []
+
+    def finish(self) -> list[Delta]:
+        try:
+            calls = json.loads(self._text)
+        except ValueError:  # cut off by max_tokens
+            return super().feed(self._text)
+        items = [
+            _call(index, call["name"], json.dumps(call["parameters"]))
+            for index, call in enumerate(calls)
+        ]
+        return [{"tool_calls": items}]
+
+
+class TemplateParser(PlainText):
+    """transformers' parser of a response template; text that it cannot parse is content.
+
+    As in the messages that it makes, texts have no white space around them.
+    """
+
+    uses_special_tokens = True
+
+    def __init__(self, parser: Any, max_calls: int | None) -> None:
+        self._parser, self._max_calls, self._num_calls = parser, max_calls, 0
+        self._unsent = ""  # text that is in no delta yet
+        self._field, self._space = "", ""  # of the last text, and the white space at its end
+
+    def feed(self, text: str) -> list[Delta]:
+        return self._parsed(text, is_end=False)
+
+    def finish(self) -> list[Delta]:
+        return self._parsed("", is_end=True)
+
+    def _parsed(self, text: str, is_end: bool) -> list[Delta]:
+        if self._parser is None:
+            return super().feed(text)
+        self._unsent += text
+        try:
+            events = self._parser.finalize()[1] if is_end else self._parser.feed(text)
+            return [delta for event in events for delta in self._deltas(event)]
+        except Exception:  # what a model wrote is not what its template says
+            self._parser = None
+            return super().feed(self._unsent)
+
+    def _deltas(self, event: dict[str, Any]) -> list[Delta]:
+        kind, field = event["type"], event["field"]
+        if kind == "region_close" and field == "tool_calls":
+            self._unsent = ""
+            return self._calls(event["value"])
+        if kind != "region_chunk" or event["dirty"]:
+            return []
+        self._unsent = self._unsent.rpartition(event["text"])[2]
+        name = "reasoning_content" if field in REASONING_FIELDS else field
+        return self._text(name, event["text"]) if name in ("content", "reasoning_content") else []
+
+    def _text(self, field: str, text: str) -> list[Delta]:
+        text = self._space + text if field == self._field else text.lstrip()
+        self._space = text[len(text.rstrip()) :]
+        self._field = field if text else self._field
+        return [{field: stripped}] if (stripped := text.rstrip()) else []
+
+    def _calls(self, value: Any) -> list[Delta]:
+        deltas = []
+        for function in (
+            call["function"] for call in (value if isinstance(value, list) else [value])
+        ):
+            if self._max_calls is None or self._num_calls < self._max_calls:
+                name, arguments = function["name"], function["arguments"]
+                text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+                deltas.append({"tool_calls": [_call(self._num_calls, name, text)]})
+                self._num_calls += 1
+        return deltas
+
+
+def message_parser(
+    tokenizer: Any, request: protocol.GenerationRequest, prompt: Sequence[int]
+) -> PlainText:
+    """The parser of the answer to a prompt: by the request's grammar, else by the tokenizer's
+    response template, if it has one."""
+    if not isinstance(request, protocol.ChatCompletionRequest):
+        return PlainText()
+    if isinstance(request.tool_choice, protocol.NamedTool):
+        return NamedCall(request.tool_choice.function.name)
+    if request.tool_choice == "required":
+        return CallList()
+    if request.json_schema is not None or getattr(tokenizer, "response_template", None) is None:
+        return PlainText()
+    parser = tokenizer.get_response_parser(prefix=tokenizer.decode(prompt), tools=request.tools)
+    return TemplateParser(parser, None if request.parallel_tool_calls else 1)
+
+
+def merged(deltas: Iterable[Delta]) -> dict[str, Any]:
+    """The message of all deltas."""
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    calls: dict[int, dict[str, Any]] = {}
+    for delta in deltas:
+        for name in ("content", "reasoning_content"):
+            if name in delta:
+                message[name] = message.get(name, "") + delta[name]
+        for call in delta.get("tool_calls", ()):
+            whole = calls.setdefault(call["index"], {**call, "function": {"arguments": ""}})
+            arguments = whole["function"]["arguments"] + call["function"]["arguments"]
+            whole["function"] |= {**call["function"], "arguments": arguments}
+    if calls:
+        message["content"] = message["content"] or None
+        message["tool_calls"] = [
+            {k: v for k, v in c.items() if k != "index"} for c in calls.values()
+        ]
+    return message
+
+
+def _call(index: int, name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {
+        "index": index,
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": function,
+    }

@@ -1,0 +1,121 @@
+"""Tool calls and reasoning in answers, parsed by transformers' machinery in pieces of any size."""
+
+import json
+import random
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+pytest.importorskip("pydantic", reason="runs after `pip install drumline[serve]`")
+from drumline.contact.loading.configs import response_template
+from drumline.serving import protocol
+from drumline.serving.answers.message_parser import merged, message_parser
+
+PROMPT = "<|im_start|>user\n5<|im_end|>\n<|im_start|>assistant\n"
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+class Qwen(PreTrainedTokenizerFast):
+    """A tokenizer of one model family that has no template of its own."""
+
+    def __init__(self):
+        self.response_template = response_template(self, model_type="qwen3")
+
+    def decode(self, tokens):
+        return PROMPT
+
+
+def request(**fields):
+    messages = [{"role": "user", "content": "5"}]
+    body = {"model": "m", "messages": messages, "tools": [TOOL], **fields}
+    return protocol.validate(protocol.ChatCompletionRequest, body, 1000)
+
+
+def parsed(text, seed=None, tokenizer=None, **fields):
+    """The deltas of a text that comes in pieces, which a seed chooses."""
+    parser = message_parser(tokenizer or Qwen(), request(**fields), [5])
+    number = random.Random(seed)
+    deltas, start = [], 0
+    while start < len(text):
+        end = len(text) if seed is None else start + number.randint(1, 9)
+        deltas += parser.feed(text[start:end])
+        start = end
+    return deltas + parser.finish()
+
+
+def call(name, arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+ANSWER = f"<think>\nhm < hm\n</think>\n\nI look. {call('f', {'a': 1})}\n{call('g', {})}"
+
+
+@pytest.mark.parametrize("seed", [None, *range(8)])
+def test_reasoning_text_and_calls_are_told_apart_however_the_text_comes(seed):
+    message = merged(parsed(ANSWER, seed))
+    assert message["reasoning_content"] == "hm < hm" and message["content"] == "I look."
+    functions = [call["function"] for call in message["tool_calls"]]
+    assert functions == [
+        {"name": "f", "arguments": '{"a": 1}'},
+        {"name": "g", "arguments": "{}"},
+    ]
+    ids = {call["id"] for call in message["tool_calls"]}
+    assert len(ids) == 2 and all(call["type"] == "function" for call in message["tool_calls"])
+
+
+def test_text_and_reasoning_are_streamed_and_a_call_is_one_delta():
+    deltas = parsed(ANSWER, seed=1)
+    kinds = [next(iter(delta)) for delta in deltas]
+    assert kinds.count("reasoning_content") > 1 and kinds.count("content") > 1
+    assert [d["tool_calls"][0]["index"] for d in deltas if "tool_calls" in d] == [0, 1]
+
+
+@pytest.mark.parametrize("seed", [None, *range(4)])
+def test_a_call_that_is_not_json_stays_text(seed):
+    """One malformed call would have been an error of the server."""
+    bad = "well <tool_call>{'a': 1}</tool_call> then"
+    message = merged(parsed(bad, seed))
+    assert "tool_calls" not in message
+    assert message["content"].startswith("well") and message["content"].endswith("then")
+    assert "{'a': 1}" in message["content"]
+
+
+def test_a_request_may_have_one_call_at_most():
+    message = merged(parsed(ANSWER, parallel_tool_calls=False))
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
+
+
+def test_text_of_a_schema_or_without_a_template_is_content():
+    assert parsed(ANSWER, response_format={"type": "json_object"}) == [{"content": ANSWER}]
+    assert parsed(ANSWER, tokenizer=object()) == [{"content": ANSWER}]
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_the_arguments_of_a_named_tool_are_streamed_as_they_come(seed):
+    named = {"type": "function", "function": {"name": "f"}}
+    deltas = parsed('{"a": [1, 2, 3]}', seed, tool_choice=named)
+    (made,) = merged(deltas)["tool_calls"]
+    assert made["function"] == {"name": "f", "arguments": '{"a": [1, 2, 3]}'}
+    assert len(deltas) > 1 or seed is None
+    later = [delta["tool_calls"][0] for delta in deltas[1:]]
+    assert all("id" not in call and "name" not in call["function"] for call in later)
+
+
+def test_required_calls_come_at_the_end_and_what_was_cut_off_is_content():
+    text = '[{"name": "f", "parameters": {"a": 1}}]'
+    (made,) = merged(parsed(text, 1, tool_choice="required"))["tool_calls"]
+    assert made["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert merged(parsed(text[:20], 1, tool_choice="required"))["content"] == text[:20]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tool_choice": "required", "tools": []}, "no tools to choose from"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "names 'g', no tool"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    ],
+)
+def test_a_choice_that_no_tool_fulfils_is_refused(fields, message):
+    with pytest.raises(protocol.ApiError, match=message):
+        request(**fields)
