@@ -55,6 +55,8 @@ class ModelTimings:
     # ---- serving/ ----
     disconnect_poll_s: float = 0.2
     """Between two checks whether a client is still connected. Must exceed the time of a check."""
+    template_s: float = 5.0
+    """For a chat template, which may loop without end. Must exceed the time for a long chat."""
     ping_s: float = 15.0
     """Between two comments in a stream that waits. Must stay below the time for which proxies wait
     for an answer, often 60 s."""

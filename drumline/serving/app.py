@@ -12,11 +12,12 @@ import functools
 import hmac
 import inspect
 import logging
+import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request
@@ -42,12 +43,13 @@ from drumline.serving.answers.response_writer import (
 )
 from drumline.serving.front.remote_scheduler import RemoteScheduler
 from drumline.serving.grammar import GrammarCompiler
+from drumline.serving.sampling import TokenLogprob
 from drumline.serving.scheduler import BatchScheduler, Scheduler, ServingLimits
 from drumline.serving.status import StatusReport
 
 log = logging.getLogger("drumline.requests")
 
-MIN_ITEMS = 128  # that a list or object of a request may have, however small max_length is
+MIN_ITEMS = 128  # that a prompt may have, however small max_length is
 SHORT_BODY_NBYTES = 64 << 10  # longer ones are parsed and tokenized one after the other
 MAX_BODIES_NBYTES = 64 << 20  # of all bodies at a time, beyond which long ones are refused
 
@@ -147,7 +149,11 @@ class Service:
         body, prompts = await self._read(
             protocol.CompletionRequest, request, self._tokenize_prompts
         )
-        max_tokens = body.max_tokens or protocol.DEFAULT_MAX_TOKENS
+        max_tokens = body.max_tokens
+        if max_tokens == 0 and not body.echo:
+            text = "max_tokens is 0, so nothing would be generated; ask for more, or for echo."
+            raise protocol.invalid_request(text, "max_tokens")
+        max_tokens = protocol.DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
         return await self._respond(request, body, prompts, max_tokens)
 
     async def create_chat_completion(self, request: Request) -> Response:
@@ -268,11 +274,12 @@ class Service:
                 "messages",
             )
         try:
-            text = self.tokenizer.apply_chat_template(
-                [message.for_template() for message in body.messages],
-                tokenize=False,
-                **body.template_options(),
-            )
+            with _time_limit(timings.TIMINGS.template_s):
+                text = self.tokenizer.apply_chat_template(
+                    [message.for_template() for message in body.messages],
+                    tokenize=False,
+                    **body.template_options(),
+                )
         except Exception as error:  # a template may raise any error for messages it rejects
             raise protocol.invalid_request(f"messages: {error}", "messages") from error
         return [self._tokenize_text(text, add_special_tokens=False)]
@@ -280,11 +287,8 @@ class Service:
     def _tokenize_text(self, text: str, **options: bool) -> list[int]:
         max_chars = self.limits.max_length * self._longest_token
         if len(text) > max_chars:
-            raise protocol.invalid_request(
-                f"{len(text)} characters are more than the {self.limits.max_length} tokens that "
-                f"this server allows can hold ({max_chars}); send fewer.",
-                code="context_length_exceeded",
-            )
+            reason = f"you sent {len(text)} characters, and so many tokens hold {max_chars}."
+            raise protocol.context_error(self.limits.max_length, reason, None)
         return list(self.tokenizer(text, **options)["input_ids"])
 
     @functools.cached_property
@@ -336,7 +340,7 @@ class Service:
         def sequence(prompt: list[int], choice: int) -> SequenceRequest:
             grammar = None if schema is None else self._grammars.json(schema)
             params = body.sampling_params(max_tokens, choice, self._sampling, end_token)
-            return SequenceRequest(prompt, params, end_tokens, grammar)
+            return SequenceRequest(prompt, params, end_tokens, grammar, body.scores_prompt)
 
         try:
             return [sequence(prompt, i) for prompt in prompts for i in range(body.num_choices)]
@@ -357,7 +361,9 @@ class Service:
             text = self.tokenizer.decode(
                 generation.prompt, skip_special_tokens=stream.skip_special_tokens
             )
-            yield TextEvent(index, text, None)
+            first = TokenLogprob(generation.prompt[0], None, ())
+            has_logprobs = generation.params.forced and generation.params.num_logprobs is not None
+            yield TextEvent(index, text, None, [first] if has_logprobs else [])
         async for event in events:
             yield event
 
@@ -365,12 +371,12 @@ class Service:
         if num_prompt == 0:
             text = "The prompt has no tokens, so there is nothing to continue."
             raise protocol.invalid_request(text, "prompt")
-        if num_prompt + max_tokens > self.limits.max_length:
-            raise protocol.invalid_request(
-                f"{num_prompt} tokens of prompt and {max_tokens} new ones are more than the "
-                f"{self.limits.max_length} that this server allows; ask for fewer.",
-                "max_tokens",
-                "context_length_exceeded",
+        if num_prompt + max_tokens > (most := self.limits.max_length):
+            raise protocol.context_error(
+                most,
+                f"you requested {num_prompt + max_tokens} tokens ({num_prompt} in the prompt, "
+                f"{max_tokens} in the completion); ask for fewer.",
+                "max_tokens" if num_prompt < most else None,
             )
 
     async def _measured(self, stream: RequestStream, request: Request) -> AsyncIterator[TextEvent]:
@@ -386,6 +392,27 @@ class Service:
             *(request.url.path, usage["prompt_tokens"], usage["completion_tokens"]),
             *(stream.first_token_s, request_s),
         )
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Within, code of a chat template that runs for longer raises TimeoutError in its thread.
+
+    Python looks at the time with each line of a template and each call that it makes.
+    """
+    end_s = time.monotonic() + seconds
+
+    def check(frame: FrameType, event: str, arg: Any) -> Any:
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"the chat template did not end within {seconds:g} s")
+        return check if frame.f_code.co_filename == "<template>" else None
+
+    previous = sys.gettrace()
+    sys.settrace(check)
+    try:
+        yield
+    finally:
+        sys.settrace(previous)
 
 
 def _disconnected() -> protocol.ApiError:

@@ -18,6 +18,7 @@ from drumline.serving.sampling import SAMPLING_FIELDS, SamplingParams
 DEFAULT_MAX_TOKENS = 16
 """Of a completion without max_tokens; a chat may go on to the limit of the server."""
 MAX_ERRORS = 1000  # to search for the one to report: pydantic lists 300,000 in 20 s
+MAX_ITEMS = 20_000  # of one list or object, such as the values of an enum or messages
 MAX_LOGPROBS = 20
 MAX_STOPS, MAX_STOP_CHARS = 16, 256  # of a request; each is searched for at every token
 
@@ -93,7 +94,7 @@ class GenerationRequest(ApiObject):
     """The fields that completions and chats share."""
 
     model: str
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=0)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
@@ -130,6 +131,11 @@ class GenerationRequest(ApiObject):
     def num_logprobs(self) -> int | None:
         """Of how many tokens the log-probabilities are wanted, in each place; None if not."""
         raise NotImplementedError
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if the log-probabilities of the prompt are wanted, or it alone."""
+        return False
 
     @property
     def named_tokens(self) -> list[int]:
@@ -204,11 +210,9 @@ class CompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
-    @model_validator(mode="after")  # type: ignore[untyped-decorator]
-    def _check_echo(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs is not supported by this server; leave one out")
-        return self
+    @property
+    def scores_prompt(self) -> bool:
+        return self.echo and (self.logprobs is not None or self.max_tokens == 0)
 
 
 class TextPart(ApiObject):
@@ -405,10 +409,12 @@ def num_prompts(prompt: Any) -> int:
 def validate(kind: type[Any], fields: dict[str, Any], max_items: int) -> Any:
     """The validated request. Raises ApiError.
 
-    max_items: the most items of any list or object.
+    max_items: the most tokens or texts of a prompt.
     """
     try:
-        _check_num_items(fields, max_items)
+        for name, value in fields.items():
+            _check_num_items(value, max_items if name == "prompt" else MAX_ITEMS)
+        _check_num_items([*fields], MAX_ITEMS)
         present = dict(fields)
         json.dumps(present, ensure_ascii=False).encode()
         return kind.model_validate(
@@ -433,6 +439,12 @@ def _is_unused(kind: type[Any], name: str, value: Any) -> bool:
     )
 
 
+def context_error(max_length: int, reason: str, param: str | None) -> ApiError:
+    """In the words by which litellm knows it; others look at the code."""
+    text = f"This model's maximum context length is {max_length} tokens. However, {reason}"
+    return invalid_request(text, param, "context_length_exceeded")
+
+
 def _validation_error(error: ValidationError) -> ApiError:
     if error.error_count() > MAX_ERRORS:
         return invalid_request(
@@ -452,10 +464,9 @@ def _check_num_items(value: Any, max_items: int) -> None:
     if not isinstance(value, (dict, list)):
         return
     if len(value) > max_items:
-        raise invalid_request(
-            f"{len(value)} items in one list or object are more than the {max_items} that this "
-            "server accepts; send fewer.",
-            code="context_length_exceeded",
-        )
+        reason = f"{len(value)} items are in one list or object"
+        if max_items != MAX_ITEMS:
+            raise context_error(max_items, f"{reason} of the prompt; send fewer.", "prompt")
+        raise invalid_request(f"{reason}, which may have {max_items}; send fewer.")
     for item in value.values() if isinstance(value, dict) else value:
         _check_num_items(item, max_items)

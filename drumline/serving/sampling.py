@@ -6,7 +6,7 @@ token = sampler.sample(logits)  # [vocabulary]
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +33,7 @@ class SamplingParams:
     stop_tokens: end the sequence, as the model's own do unless ignore_eos; none of them comes among
     the first min_tokens tokens.
     num_logprobs: of how many most likely tokens the log-probabilities are kept; None keeps none.
+    forced: the first tokens, as of a prompt whose log-probabilities are wanted; they count as such.
     """
 
     max_tokens: int = 16
@@ -50,6 +51,7 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     num_logprobs: int | None = None
+    forced: tuple[int, ...] = ()
 
 
 class Grammar(Protocol):
@@ -66,7 +68,8 @@ class TokenLogprob(NamedTuple):
     """The log-probability of a token, and those of the most likely ones in its place."""
 
     token: int
-    logprob: float
+    logprob: float | None
+    """None of the first token of a prompt, before which there is nothing."""
     top: tuple[tuple[int, float], ...]
 
 
@@ -89,6 +92,7 @@ class TokenSampler:
         self.logprob: TokenLogprob | None = None  # of the last token
         self._end_tokens = sorted(end_tokens)
         self._seen = set(prompt) if params.repetition_penalty != 1 else set()
+        self._forced = deque(params.forced)  # those that are still to come
         self.generator = torch.Generator()
         self.seed = self.generator.seed() if params.seed is None else params.seed
 
@@ -101,7 +105,7 @@ class TokenSampler:
             *("logit_bias", "min_tokens", "num_logprobs"),
         )
         is_plain = all(getattr(params, name) == getattr(plain, name) for name in names)
-        return is_plain and self.grammar is None
+        return is_plain and self.grammar is None and not self.params.forced
 
     def replay(self, tokens: Iterable[int]) -> None:
         """Take tokens that were sampled elsewhere."""
@@ -111,6 +115,9 @@ class TokenSampler:
     def sample(self, logits: torch.Tensor) -> int:
         """The next token. logits: [vocabulary]."""
         raw = logits.float()
+        if self._forced:
+            self._take(token := self._forced[0], raw)
+            return token
         logits = self._changed(raw)
         if self.params.temperature == 0:
             token = int(logits.argmax())
@@ -124,6 +131,9 @@ class TokenSampler:
         return token
 
     def _count(self, token: int) -> None:
+        if self._forced:
+            self._seen.add(self._forced.popleft())
+            return
         self.counts[token] += 1
         if self.grammar is not None:
             self.grammar.advance(token)

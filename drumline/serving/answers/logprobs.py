@@ -30,8 +30,10 @@ class LogprobFormatter:
             "text_offset": [offset + len("".join(texts[:i])) for i in range(len(texts))],
         }
 
-    def _by_text(self, item: TokenLogprob) -> dict[str, float]:
+    def _by_text(self, item: TokenLogprob) -> dict[str, float] | None:
         """The most likely tokens; of two with one text, the likelier."""
+        if item.logprob is None:
+            return None
         pairs = (*item.top, (item.token, item.logprob))
         return {self._text(token): logprob for token, logprob in reversed(pairs)}
 
@@ -39,7 +41,7 @@ class LogprobFormatter:
         top = [self._pair(token, logprob) for token, logprob in item.top]
         return {**self._pair(item.token, item.logprob), "top_logprobs": top}
 
-    def _pair(self, token: int, logprob: float) -> dict[str, Any]:
+    def _pair(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._text(token)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 

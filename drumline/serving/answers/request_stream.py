@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from fastapi import Request
@@ -43,6 +43,9 @@ class SequenceRequest(NamedTuple):
     params: SamplingParams
     end_tokens: set[int]
     grammar: Grammar | None
+    is_scored: bool = False
+    """True if the prompt is part of the answer, as its log-probabilities are: each of its tokens
+    then takes a step."""
 
 
 class RequestStream:
@@ -54,20 +57,36 @@ class RequestStream:
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[TextEvent | None]()
         self._tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
         self.start, self.first_token_s = time.monotonic(), 0.0
+        self._sequences = sequences
         self.generations = [
             self._generation(index, sequence) for index, sequence in enumerate(sequences)
         ]
 
     def _generation(self, index: int, sequence: SequenceRequest) -> Generation:
-        prompt, params, end_tokens, grammar = sequence
+        prompt, params, end_tokens, grammar, is_scored = sequence
+        forced = tuple(prompt[1:]) if is_scored else ()
+        most, ends = len(forced) + params.max_tokens, params.stop_tokens | end_tokens
+        if is_scored:  # the end is seen here, as a prompt may have tokens that end
+            ends = params.stop_tokens if params.ignore_eos else ends
+            params = replace(params, forced=forced, max_tokens=max(most, 1), min_tokens=0)
+            params = replace(params, stop_tokens=frozenset(), ignore_eos=True)
+            prompt = prompt[:1]
+        stop = () if forced else params.stop
         detokenizer = IncrementalDetokenizer(
-            self._tokenizer, params.stop, prompt, self.skip_special_tokens
+            self._tokenizer, stop, prompt, self.skip_special_tokens
         )
         logprobs: list[TokenLogprob] = []  # of tokens whose text is not posted yet
 
         def on_token(token: int) -> bool:
+            num_tokens = len(generation.new_tokens)
+            if num_tokens > most:  # one is always generated
+                return True
             if generation.sampler.logprob is not None:
                 logprobs.append(generation.sampler.logprob)
+            if num_tokens > len(forced):
+                detokenizer.stop = params.stop
+                if is_scored and token in ends:
+                    return False
             if text := detokenizer.add(token):
                 self._post(TextEvent(index, text, None, logprobs.copy()))
                 logprobs.clear()
@@ -116,9 +135,12 @@ class RequestStream:
 
     def usage(self) -> dict[str, int]:
         """The number of tokens so far, as OpenAI's API reports it."""
-        prompts = {id(item.prompt): len(item.prompt) for item in self.generations}  # choices share
+        prompts = {id(item.prompt): len(item.prompt) for item in self._sequences}  # choices share
         num_prompt = sum(prompts.values())
-        num_new = sum(len(item.new_tokens) for item in self.generations)
+        num_new = sum(
+            min(max(len(item.new_tokens) - len(item.params.forced), 0), sequence.params.max_tokens)
+            for item, sequence in zip(self.generations, self._sequences, strict=True)
+        )
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new,

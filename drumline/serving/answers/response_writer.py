@@ -27,7 +27,7 @@ from drumline.serving.sampling import TokenLogprob
 
 
 @dataclass(frozen=True)
-class Piece:
+class MessagePiece:
     """What is added to the message of one choice, and why the choice ended, if it has.
 
     Of an event that adds nothing yet: None.
@@ -50,7 +50,9 @@ class ResponseBuilder:
             "model": model,
         }
 
-    def response(self, choices: Sequence[Sequence[Piece]], usage: dict[str, int]) -> dict[str, Any]:
+    def response(
+        self, choices: Sequence[Sequence[MessagePiece]], usage: dict[str, int]
+    ) -> dict[str, Any]:
         """The body of a response that is not a stream, of the pieces of each choice."""
         kind = "chat.completion" if self.is_chat else "text_completion"
         bodies = []
@@ -58,16 +60,16 @@ class ResponseBuilder:
             logprobs = [item for piece in pieces for item in piece.logprobs]
             reason = pieces[-1].finish_reason if pieces else None
             message = merged(piece.delta for piece in pieces)
-            whole = Piece(index, message, logprobs, reason or "cancelled")
+            whole = MessagePiece(index, message, logprobs, reason or "cancelled")
             bodies.append(self._choice(whole, "message"))
         return {**self._header, "object": kind, "choices": bodies, "usage": usage}
 
     def first_chunk(self, index: int) -> dict[str, Any]:
         """The first chunk of a chat's choice."""
         delta = {"role": "assistant", "content": ""}
-        return self._chunk([self._choice(Piece(index, delta, [], None), "delta")])
+        return self._chunk([self._choice(MessagePiece(index, delta, [], None), "delta")])
 
-    def chunk(self, piece: Piece, offset: int) -> dict[str, Any]:
+    def chunk(self, piece: MessagePiece, offset: int) -> dict[str, Any]:
         """A chunk of one choice. offset: characters of the choice before it."""
         return self._chunk([self._choice(piece, "delta", offset)])
 
@@ -79,7 +81,7 @@ class ResponseBuilder:
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         return {**self._header, "object": kind, "choices": choices}
 
-    def _choice(self, piece: Piece, key: str, offset: int = 0) -> dict[str, Any]:
+    def _choice(self, piece: MessagePiece, key: str, offset: int = 0) -> dict[str, Any]:
         text = piece.delta.get("content", "")
         return {
             "index": piece.index,
@@ -91,7 +93,7 @@ class ResponseBuilder:
 
 async def message_pieces(
     events: AsyncIterator[TextEvent], parsers: Sequence[PlainText]
-) -> AsyncIterator[Piece | None]:
+) -> AsyncIterator[MessagePiece | None]:
     """What each event adds to the message of its choice, by that choice's parser."""
     held: list[list[TokenLogprob]] = [[] for _ in parsers]  # of text that is in no delta yet
     callers = set()
@@ -107,16 +109,16 @@ async def message_pieces(
             is_call = end_reason == "stop" and index in callers
             reasons = ["tool_calls" if is_call else str(end_reason)]
         for delta, reason in zip(deltas, [*[None] * (len(deltas) - 1), *reasons], strict=False):
-            yield Piece(index, delta, held[index], reason)
+            yield MessagePiece(index, delta, held[index], reason)
             held[index] = []
         if not deltas:
             yield None
 
 
 async def whole_response(
-    stream: RequestStream, pieces: AsyncIterator[Piece | None], response: ResponseBuilder
+    stream: RequestStream, pieces: AsyncIterator[MessagePiece | None], response: ResponseBuilder
 ) -> Response:
-    choices: list[list[Piece]] = [[] for _ in stream.generations]
+    choices: list[list[MessagePiece]] = [[] for _ in stream.generations]
     with as_internal_error():
         async for piece in pieces:
             if piece is not None:
@@ -125,8 +127,8 @@ async def whole_response(
 
 
 async def chunks(
-    first: Piece | None,
-    pieces: AsyncIterator[Piece | None],
+    first: MessagePiece | None,
+    pieces: AsyncIterator[MessagePiece | None],
     stream: RequestStream,
     response: ResponseBuilder,
     body: Any,
@@ -159,8 +161,8 @@ async def chunks(
 
 
 async def _with_first(
-    first: Piece | None, pieces: AsyncIterator[Piece | None]
-) -> AsyncIterator[Piece | None]:
+    first: MessagePiece | None, pieces: AsyncIterator[MessagePiece | None]
+) -> AsyncIterator[MessagePiece | None]:
     yield first
     async for piece in pieces:
         yield piece

@@ -8,8 +8,10 @@ import threading
 from contextlib import closing
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
+import drumline
 from drumline import timings
 from drumline.errors import CheckpointError
 from drumline.serving import http_server
@@ -33,8 +35,8 @@ def tokenizer(plain):
 
 
 @pytest.fixture
-def service(plain, tokenizer):
-    with closing(app.Service(["llama"], plain[0], tokenizer, LIMITS)) as service:
+def service(loaded, tokenizer):
+    with closing(app.Service(["llama"], loaded, tokenizer, LIMITS)) as service:
         yield service
 
 
@@ -96,11 +98,11 @@ def test_variables_of_the_template_come_from_the_request(plain, service, tokeniz
 
 
 def test_sampling_that_the_checkpoint_recommends_counts_where_the_request_says_nothing(
-    plain, tokenizer
+    plain, loaded, tokenizer
 ):
     """Its temperature was ignored, so that three equal chats had three texts."""
     defaults = {"temperature": 1e-4, "top_k": 1, "repetition_penalty": 1.0}
-    with closing(app.Service(["llama"], plain[0], tokenizer, LIMITS, sampling=defaults)) as service:
+    with closing(app.Service(["llama"], loaded, tokenizer, LIMITS, sampling=defaults)) as service:
         quiet = {chat(service, temperature=None)[1]["choices"][0]["message"]["content"]}
         loud = {
             chat(service, temperature=2, top_k=0)[1]["choices"][0]["message"]["content"]
@@ -184,10 +186,13 @@ def test_a_call_in_an_answer_is_a_call_in_the_response(service, tokenizer, strea
 def speaker(checkpoints, byte_tokenizer):
     """A service of a model whose tokens are bytes, so that grammars can bind them."""
     config = {**LLAMA, "vocab_size": 257, "num_hidden_layers": 1, "eos_token_id": 256}
-    model, _ = checkpoints.make("bytes", "LlamaForCausalLM", **config)
+    _, path = checkpoints.make("bytes", "LlamaForCausalLM", **config)
     byte_tokenizer.chat_template = "{{ messages[0].content }}"
     limits = ServingLimits(max_length=700)
-    with closing(app.Service(["llama"], model, byte_tokenizer, limits)) as service:
+    with (
+        drumline.load(path) as model,
+        closing(app.Service(["llama"], model, byte_tokenizer, limits)) as service,
+    ):
         yield service
 
 
@@ -243,3 +248,84 @@ def test_a_stream_that_waits_is_not_silent(tokenizer, monkeypatch):
     *pings, error = text.removesuffix("\n\n").split("\n\n")
     assert status == 200 and "being stopped" in error
     assert set(pings) == {": ping"} and len(pings) > 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+def test_the_log_probabilities_of_a_prompt_are_those_of_one_pass(
+    plain, service, stream, max_tokens
+):
+    """It was refused, so that no multiple-choice task could be evaluated."""
+    prompt = [1, 5, 6, 2, 7, 40]  # with tokens that begin and end a text
+    fields = {"prompt": [prompt, [9, 8]], "logprobs": 2, "echo": True, "max_tokens": max_tokens}
+    _, answer = ask(service, **fields, stream=stream)
+    chunks = answer if stream else [answer]
+    choices = [c for chunk in chunks for c in chunk["choices"] if c["index"] == 0]
+    parts = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    values = [value for part in parts for value in part["token_logprobs"]]
+    tops = [top for part in parts for top in part["top_logprobs"]]
+    with torch.no_grad():
+        tokens = plain[0].generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False)
+        wanted = torch.log_softmax(plain[0](tokens).logits[0].float(), 1)
+    assert len(values) == len(tops) == 6 + max_tokens and values[0] is tops[0] is None
+    own = [float(wanted[n, tokens[0, n + 1]]) for n in range(len(values) - 1)]
+    assert values[1:] == pytest.approx(own, abs=1e-4)
+    for row, top in zip(wanted, tops[1:], strict=False):
+        likely = texts_of(service, row.topk(2).indices.tolist())
+        assert likely <= set(top) and len(top) <= 3
+    text = "".join(choice["text"] for choice in choices)
+    shown = expected(plain, "1 5 6 2 7 40", max_tokens)[0] if max_tokens else ""
+    assert text.split() == ["5", "6", "7", "40", *shown.split()]
+    assert choices[-1]["finish_reason"] == "length"
+    if not stream:
+        assert answer["usage"]["prompt_tokens"] == 8
+        assert answer["usage"]["completion_tokens"] == 2 * max_tokens
+
+
+def texts_of(service, tokens):
+    return {service.tokenizer.decode([token]) for token in tokens}
+
+
+def test_a_prompt_alone_may_be_echoed(service):
+    for prompt in ("5 6 7", "5"):
+        _, answer = ask(service, prompt=prompt, echo=True, max_tokens=0)
+        assert answer["choices"][0]["text"].strip() == prompt
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_sampling_behind_an_echoed_prompt_is_what_it_is_without(service):
+    sampled = {"temperature": 1.5, "seed": 3, "presence_penalty": 1, "stop": "6 "}
+    plain = ask(service, **sampled)[1]["choices"][0]
+    echoed = ask(service, **sampled, echo=True, logprobs=1)[1]["choices"][0]
+    assert echoed["text"].split() == ["5", "6", "7", *plain["text"].split()]
+    assert echoed["finish_reason"] == plain["finish_reason"]
+
+
+def test_a_prompt_that_is_too_long_is_an_error_that_clients_know(service):
+    """litellm's fallbacks for it never ran: it looks for the sentence, others for the code."""
+    for fields in ({"max_tokens": 199}, {"prompt": [5] * 201}, {"prompt": "5" * 9999}):
+        status, answer = ask(service, **fields)
+        message = answer["error"]["message"]
+        assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+        assert message.startswith("This model's maximum context length is 200 tokens. However, ")
+
+
+def test_a_template_that_does_not_end_ends_its_request_alone(service, tokenizer, monkeypatch):
+    """One chat kept a thread for ever."""
+    monkeypatch.setattr(timings, "TIMINGS", ModelTimings(template_s=0.3))
+    tokenizer.chat_template = (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    )
+
+    async def run():
+        body = {"model": "llama", "messages": USER, "max_tokens": 1}
+        endless = [
+            asyncio.create_task(respond(service, body, path="chat/completions")) for _ in range(3)
+        ]
+        short = await respond(service, {"model": "llama", "prompt": "5", "max_tokens": 1})
+        return short, await asyncio.gather(*endless)
+
+    short, endless = asyncio.run(run())
+    assert short[0] == 200 and {status for status, _ in endless} == {400}
+    assert all("did not end within 0.3 s" in text for _, text in endless)
