@@ -132,7 +132,7 @@ def _serve(options: argparse.Namespace) -> None:
     memory = _check_model(options)
     endpoint = (options.host, options.port, options.api_key_file)
     limits = (options.max_length, options.max_running, options.max_waiting)
-    names = ("served_model_name", "chat_template", "log_requests")
+    names = ("served_model_name", "chat_template", "log_requests", "allowed_origins")
     settings = {name: getattr(options, name) for name in names}
     map_options = {name: getattr(options, name) for name in ("dtype", "device_map", "tp")}
     load_settings = _load_settings(options)
@@ -437,6 +437,13 @@ _SERVE_OPTIONS = (
     ),
     _option(
         "--log-requests --enable-log-requests", "log a line for each request", action="store_true"
+    ),
+    _option(
+        "--allowed-origins",
+        "origins of web pages that may send requests, such as http://localhost:3000, or *; "
+        "default: none",
+        nargs="+",
+        metavar="ORIGIN",
     ),
     _option(
         "--max-length --max-model-len",

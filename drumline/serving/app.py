@@ -10,18 +10,19 @@ import asyncio
 import contextlib
 import functools
 import hmac
-import inspect
 import logging
-import sys
+import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 import launcher
@@ -43,6 +44,7 @@ from drumline.serving.answers.response_writer import (
 )
 from drumline.serving.front.remote_scheduler import RemoteScheduler
 from drumline.serving.grammar import GrammarCompiler
+from drumline.serving.prompt_reader import PromptReader, Prompts
 from drumline.serving.sampling import TokenLogprob
 from drumline.serving.scheduler import BatchScheduler, Scheduler, ServingLimits
 from drumline.serving.status import StatusReport
@@ -53,15 +55,15 @@ MIN_ITEMS = 128  # that a prompt may have, however small max_length is
 SHORT_BODY_NBYTES = 64 << 10  # longer ones are parsed and tokenized one after the other
 MAX_BODIES_NBYTES = 64 << 20  # of all bodies at a time, beyond which long ones are refused
 
+REQUEST_ID = "x-request-id"
+PRINTABLE = re.compile(rb"[!-~]{1,200}")
+
 REPORT_S, REPORT_POLLS = 1.0, 10  # between two reports, and looks at failures meanwhile
 PAGE = Path(__file__).with_name("status_page.html")
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
     "Cache-Control": "no-store",
 }
-
-Prompts = list[list[int]]
-"""The tokens of each."""
 
 
 class Service:
@@ -89,7 +91,8 @@ class Service:
         self._long_body_thread = ThreadPoolExecutor(1)
         kind = functools.partial(BatchScheduler, model) if model is not None else RemoteScheduler
         self.scheduler: Scheduler = kind(limits, self.fail)
-        self.metrics = metrics.ServerMetrics(self.scheduler)
+        self.prompts = PromptReader(self.name, tokenizer, limits.max_length, self.scheduler)
+        self.metrics = metrics.ServerMetrics(self.scheduler, self.name)
         self.status = StatusReport(getattr(model, "device_map", None), self.scheduler, peers)
 
     def close(self) -> None:
@@ -146,9 +149,7 @@ class Service:
         }
 
     async def create_completion(self, request: Request) -> Response:
-        body, prompts = await self._read(
-            protocol.CompletionRequest, request, self._tokenize_prompts
-        )
+        body, prompts = await self._read(protocol.CompletionRequest, request, self._read_prompts)
         max_tokens = body.max_tokens
         if max_tokens == 0 and not body.echo:
             text = "max_tokens is 0, so nothing would be generated; ask for more, or for echo."
@@ -157,23 +158,21 @@ class Service:
         return await self._respond(request, body, prompts, max_tokens)
 
     async def create_chat_completion(self, request: Request) -> Response:
-        body, prompts = await self._read(
-            protocol.ChatCompletionRequest, request, self._tokenize_chat
-        )
+        body, prompts = await self._read(protocol.ChatCompletionRequest, request, self._read_chat)
         num_left = max(self.limits.max_length - len(prompts[0]), 1)
         max_tokens = body.max_completion_tokens or body.max_tokens or num_left
         return await self._respond(request, body, prompts, max_tokens)
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
         def tokens_of(body: protocol.TokenizeRequest) -> Prompts:
-            return [self._tokenize_text(body.prompt, add_special_tokens=body.add_special_tokens)]
+            return [self.prompts.text(body.prompt, add_special_tokens=body.add_special_tokens)]
 
         _, (tokens,) = await self._read(protocol.TokenizeRequest, request, tokens_of)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": self.limits.max_length}
 
     async def detokenize(self, request: Request) -> dict[str, str]:
         def tokens_of(body: protocol.DetokenizeRequest) -> Prompts:
-            self._check_tokens(body.tokens, "tokens")
+            self.prompts.check_tokens(body.tokens, "tokens")
             return [body.tokens]
 
         _, (tokens,) = await self._read(protocol.DetokenizeRequest, request, tokens_of)
@@ -241,65 +240,18 @@ class Service:
                 "model",
             )
 
-    def _tokenize_prompts(self, body: protocol.CompletionRequest) -> Prompts:
-        prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
-        if prompts and isinstance(prompts[0], int):
-            prompts = [prompts]
-        self._check_capacity(len(prompts) * body.num_choices)
-        return [self._tokenize(prompt, body.add_special_tokens) for prompt in prompts]
+    def _read_prompts(self, body: protocol.CompletionRequest) -> Prompts:
+        self._check_capacity(protocol.num_prompts(body.prompt) * body.num_choices)
+        return self.prompts.of_completion(body)
 
-    def _tokenize(self, prompt: Any, add_special_tokens: bool) -> list[int]:
-        if isinstance(prompt, str):
-            return self._tokenize_text(prompt, add_special_tokens=add_special_tokens)
-        self._check_tokens(prompt, "prompt")
-        return list(prompt)
-
-    def _check_tokens(self, tokens: Sequence[int], name: str) -> None:
-        unknown = [token for token in tokens if not 0 <= token < self.scheduler.vocabulary]
-        if unknown:
-            raise protocol.invalid_request(
-                f"{name}: {unknown[0]} is not a token of this model.", name
-            )
-
-    def _tokenize_chat(self, body: protocol.ChatCompletionRequest) -> Prompts:
+    def _read_chat(self, body: protocol.ChatCompletionRequest) -> Prompts:
         self._check_capacity(body.num_choices)
-        reserved = inspect.signature(self.tokenizer.apply_chat_template).parameters
-        for name in body.chat_template_kwargs:
-            if name in reserved:
-                text = f"chat_template_kwargs.{name} is not a variable of the template."
-                raise protocol.invalid_request(text, f"chat_template_kwargs.{name}")
-        if not self.tokenizer.chat_template:
-            raise protocol.invalid_request(
-                f"{self.name!r} has no chat template; use /v1/completions with a prompt.",
-                "messages",
-            )
-        try:
-            with _time_limit(timings.TIMINGS.template_s):
-                text = self.tokenizer.apply_chat_template(
-                    [message.for_template() for message in body.messages],
-                    tokenize=False,
-                    **body.template_options(),
-                )
-        except Exception as error:  # a template may raise any error for messages it rejects
-            raise protocol.invalid_request(f"messages: {error}", "messages") from error
-        return [self._tokenize_text(text, add_special_tokens=False)]
-
-    def _tokenize_text(self, text: str, **options: bool) -> list[int]:
-        max_chars = self.limits.max_length * self._longest_token
-        if len(text) > max_chars:
-            reason = f"you sent {len(text)} characters, and so many tokens hold {max_chars}."
-            raise protocol.context_error(self.limits.max_length, reason, None)
-        return list(self.tokenizer(text, **options)["input_ids"])
-
-    @functools.cached_property
-    def _longest_token(self) -> int:
-        """In characters. A text that has more for each token that fits is refused."""
-        return max(map(len, self.tokenizer.get_vocab()), default=1)
+        return self.prompts.of_chat(body)
 
     async def _respond(
         self, request: Request, body: Any, prompts: list[list[int]], max_tokens: int
     ) -> Response:
-        self._check_tokens(body.named_tokens, "logit_bias or stop_token_ids")
+        self.prompts.check_tokens(body.named_tokens, "logit_bias or stop_token_ids")
         for prompt in prompts or [[]]:
             self._check_length(len(prompt), max_tokens)
         if body.min_tokens > max_tokens:
@@ -312,12 +264,13 @@ class Service:
         )
         parsers = [message_parser(self.tokenizer, body, item.prompt) for item in sequences]
         skips = body.skip_special_tokens and not parsers[0].uses_special_tokens
-        stream = RequestStream(self.tokenizer, sequences, skips)
+        on_gap = self.metrics.observe_token_gap
+        stream = RequestStream(self.tokenizer, sequences, skips, on_gap)
         with as_api_error():
             self.scheduler.submit(stream.generations)
         is_chat = isinstance(body, protocol.ChatCompletionRequest)
         formatter = None if body.num_logprobs is None else LogprobFormatter(self.tokenizer, is_chat)
-        response = ResponseBuilder(self.name, is_chat, formatter)
+        response = ResponseBuilder(self.name, is_chat, formatter, request.state.request_id)
         events = self._measured(stream, request)
         if isinstance(body, protocol.CompletionRequest) and body.echo:
             events = self._echoed(stream, events)
@@ -382,37 +335,19 @@ class Service:
     async def _measured(self, stream: RequestStream, request: Request) -> AsyncIterator[TextEvent]:
         async with contextlib.aclosing(stream.events(request)) as events:
             async for event in events:
+                if event.end_reason is not None:
+                    self.metrics.observe_end(str(event.end_reason))
                 yield event
         request_s = time.monotonic() - stream.start
         usage = stream.usage()
         self.metrics.observe_completion(usage["prompt_tokens"], stream.first_token_s, request_s)
         self.status.observe(stream.first_token_s, request_s)
         log.info(
-            "%s: %d tokens of prompt, %d new ones, the first after %.3f s, the last after %.3f s",
-            *(request.url.path, usage["prompt_tokens"], usage["completion_tokens"]),
+            "%s, id %s: %d tokens of prompt, %d new, the first after %.3f s, the last after %.3f s",
+            *(request.url.path, request.state.request_id),
+            *(usage["prompt_tokens"], usage["completion_tokens"]),
             *(stream.first_token_s, request_s),
         )
-
-
-@contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Within, code of a chat template that runs for longer raises TimeoutError in its thread.
-
-    Python looks at the time with each line of a template and each call that it makes.
-    """
-    end_s = time.monotonic() + seconds
-
-    def check(frame: FrameType, event: str, arg: Any) -> Any:
-        if time.monotonic() > end_s:
-            raise TimeoutError(f"the chat template did not end within {seconds:g} s")
-        return check if frame.f_code.co_filename == "<template>" else None
-
-    previous = sys.gettrace()
-    sys.settrace(check)
-    try:
-        yield
-    finally:
-        sys.settrace(previous)
 
 
 def _disconnected() -> protocol.ApiError:
@@ -420,9 +355,14 @@ def _disconnected() -> protocol.ApiError:
     return protocol.ApiError(499, text, "invalid_request_error", "client_disconnected")
 
 
-def application(service: Service, key: str | None) -> Any:
+def application(
+    service: Service, key: str | None, allowed_origins: Sequence[str] | None = None
+) -> Any:
     """The ASGI application. With a key, every path but / and /health requires it as a bearer
-    token; the page at / holds nothing of the model, and asks for the key."""
+    token; the page at / holds nothing of the model, and asks for the key.
+
+    allowed_origins: of pages whose scripts may send requests and read the answers; * is any.
+    """
 
     async def authorize(request: Request) -> None:
         header = request.headers.get("authorization", "")
@@ -450,7 +390,15 @@ def application(service: Service, key: str | None) -> Any:
     app.add_exception_handler(Exception, _respond_unknown_error)
     for status in (404, 405):
         app.add_exception_handler(status, _respond_http_error)
-    return _ResponseCounter(app, service.metrics)
+    if allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID],
+        )
+    return _ResponseMarker(app, service.metrics)
 
 
 async def _respond_api_error(_: Request, error: protocol.ApiError) -> Response:
@@ -469,8 +417,8 @@ async def _respond_http_error(request: Request, error: HTTPException) -> Respons
     )
 
 
-class _ResponseCounter:
-    """Middleware that counts responses by path and status."""
+class _ResponseMarker:
+    """Middleware that counts responses by path and status, and gives each the id of its request."""
 
     PATHS = (
         *("/", "/health", "/metrics", "/status", "/version", "/tokenize", "/detokenize"),
@@ -484,9 +432,16 @@ class _ResponseCounter:
         path = scope.get("path", "")
         label = path if path in self.PATHS else "other"
 
-        async def counting_send(message: Any) -> None:
+        header = REQUEST_ID.encode()
+        sent_id = dict(scope.get("headers", ())).get(header, b"")
+        request_id = sent_id if PRINTABLE.fullmatch(sent_id) else uuid.uuid4().hex.encode()
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
+
+        async def marking_send(message: Any) -> None:
             if message["type"] == "http.response.start":
                 self._metrics.observe_response(label, message["status"])
+                headers = [*message.get("headers", ()), (header, request_id)]
+                message = {**message, "headers": headers}
             await send(message)
 
-        await self._app(scope, receive, counting_send)
+        await self._app(scope, receive, marking_send)

@@ -52,6 +52,7 @@ def serve(
     served_model_name: Sequence[str] | None = None,
     chat_template: str | None = None,
     log_requests: bool = False,
+    allowed_origins: Sequence[str] | None = None,
     **options: Any,
 ) -> None:
     """Load the model over all ranks, and answer requests on rank 0 until stopped. Collective.
@@ -61,7 +62,8 @@ def serve(
     max_length: tokens of a prompt with its completion. max_running, max_waiting: prompts at a time.
     dtype, device_map, tp: as in load(). served_model_name: what requests call the model; the name
     of its folder if not given. chat_template: a file with a Jinja template, or the template itself.
-    log_requests: a line of the log for each request. options: of load().
+    log_requests: a line of the log for each request. allowed_origins: of pages in browsers that may
+    send requests. options: of load().
 
     Raises PeerLost when a rank is lost, after every open request was answered with that error.
     """
@@ -103,7 +105,7 @@ def serve(
             service = Service(names, model, endpoint.tokenizer, limits, coor.peers, sampling)
             # A host that does not answer may recover: an error of the calls that wait for it.
             with coor.on_failure(functools.partial(_fail, service), is_waiting=lambda: False):
-                serve_requests(service, endpoint, log_requests)
+                serve_requests(service, endpoint, log_requests, allowed_origins)
 
 
 def _fail(service: Any, failure: RankFailure) -> None:
@@ -234,7 +236,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _response_template(model_path: str, tokenizer: Any, config: Any) -> Any:
-    """How calls and reasoning are told apart in answers; None if that is not known."""
+    """The template that tells calls and reasoning apart in answers; None if there is none."""
     tokenizer.response_template = response_template(tokenizer, config.model_type)
     try:
         if tokenizer.response_template is not None:
@@ -249,7 +251,7 @@ def _response_template(model_path: str, tokenizer: Any, config: Any) -> Any:
 
 
 def read_sampling_defaults(folder: str | Path) -> dict[str, float]:
-    """What a checkpoint recommends for SAMPLING_FIELDS, as `vllm serve` takes it."""
+    """The recommendations of a checkpoint for SAMPLING_FIELDS, which `vllm serve` takes too."""
     if not Path(folder, "generation_config.json").exists():
         return {}
     settings = read_generation_config(folder)
@@ -291,7 +293,9 @@ def _check_packages() -> None:
         ) from error
 
 
-def serve_requests(service: Any, endpoint: Endpoint, log_requests: bool) -> None:
+def serve_requests(
+    service: Any, endpoint: Endpoint, log_requests: bool, allowed_origins: Sequence[str] | None
+) -> None:
     """Listen and answer until SIGINT, SIGTERM or service.failure, which is raised."""
     from drumline.contact import uvicorn_api
     from drumline.serving.app import application
@@ -299,7 +303,7 @@ def serve_requests(service: Any, endpoint: Endpoint, log_requests: bool) -> None
     if log_requests:
         logging.getLogger("drumline.requests").setLevel(logging.INFO)
     with contextlib.closing(service):
-        app, listener = application(service, endpoint.key), endpoint.listener
+        app, listener = application(service, endpoint.key, allowed_origins), endpoint.listener
         server = uvicorn_api.server(uvicorn_config(app, service.limits))
         listener.listen(BACKLOG)
         host, port = listener.getsockname()[:2]

@@ -1,6 +1,6 @@
-"""Metrics of a server for Prometheus.
+"""Metrics of a server for Prometheus, also by the names that dashboards of vLLM read.
 
-metrics = ServerMetrics(scheduler)
+metrics = ServerMetrics(scheduler, "llama")
 metrics.observe_response("/v1/completions", 200)
 body = metrics.exposition()
 """
@@ -18,6 +18,18 @@ from drumline.serving.scheduler import Scheduler
 
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+VLLM_NAMES = {
+    "drumline_finished_choices": "vllm:request_success",
+    "drumline_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "drumline_new_tokens": "vllm:generation_tokens",
+    "drumline_prompt_tokens": "vllm:prompt_tokens",
+    "drumline_request_seconds": "vllm:e2e_request_latency_seconds",
+    "drumline_requests_running": "vllm:num_requests_running",
+    "drumline_requests_waiting": "vllm:num_requests_waiting",
+    "drumline_token_gap_seconds": "vllm:inter_token_latency_seconds",
+}
+"""By the name here, that of the same metric of `vllm serve`."""
 
 
 class SchedulerCollector(Collector):  # type: ignore[misc]
@@ -45,12 +57,30 @@ class SchedulerCollector(Collector):  # type: ignore[misc]
             yield GaugeMetricFamily(f"drumline_{name}", text, value=value)
 
 
+class VllmNames(Collector):  # type: ignore[misc]
+    """The metrics of a registry once more, by vLLM's names and with its label of the model."""
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        self._registry, self._labels = registry, {"model_name": model}
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            if name := VLLM_NAMES.get(family.name):
+                metric = Metric(name, family.documentation, family.type)
+                for sample in family.samples:
+                    labels = {**sample.labels, **self._labels}
+                    suffix = sample.name.removeprefix(family.name)
+                    metric.samples.append(sample._replace(name=name + suffix, labels=labels))
+                yield metric
+
+
 class ServerMetrics:
     """Counters and latencies of one server, in a registry of its own."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, scheduler: Scheduler, model: str) -> None:
+        self.registry, self._vllm_registry = CollectorRegistry(), CollectorRegistry()
         self.registry.register(SchedulerCollector(scheduler))
+        self._vllm_registry.register(VllmNames(self.registry, model))
         self._responses = Counter(
             "drumline_requests",
             "HTTP responses by path and status.",
@@ -62,6 +92,13 @@ class ServerMetrics:
         )
         self._first_token_s = self._latency("first_token", "Seconds to the first token.")
         self._request_s = self._latency("request", "Seconds to the last token.")
+        self.observe_token_gap = self._latency("token_gap", "Seconds between two tokens.").observe
+        self._finished = Counter(
+            "drumline_finished_choices",
+            "Answers by the reason of their end.",
+            ["finished_reason"],
+            registry=self.registry,
+        )
 
     def _latency(self, name: str, text: str) -> Histogram:
         name = f"drumline_{name}_seconds"
@@ -69,6 +106,9 @@ class ServerMetrics:
 
     def observe_response(self, path: str, status: int) -> None:
         self._responses.labels(path, str(status)).inc()
+
+    def observe_end(self, reason: str) -> None:
+        self._finished.labels(reason).inc()
 
     def observe_completion(
         self, prompt_tokens: int, first_token_s: float, request_s: float
@@ -79,4 +119,4 @@ class ServerMetrics:
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format, of the type CONTENT_TYPE."""
-        return bytes(generate_latest(self.registry))
+        return bytes(generate_latest(self.registry) + generate_latest(self._vllm_registry))

@@ -73,8 +73,8 @@ def read_tokenizer(folder: str | Path, **options: Any) -> Any:
 
 
 def response_template(tokenizer: Any, model_type: str) -> dict[str, Any] | None:
-    """How calls and reasoning are told apart in answers: as the tokenizer says, or as is usual for
-    this type of model; None if that is not known."""
+    """The template that tells calls and reasoning apart: the tokenizer's, or the usual one of
+    this type of model; None if there is none."""
     model = types.SimpleNamespace(config=types.SimpleNamespace(model_type=model_type))
     template: dict[str, Any] | None = api.response_template(tokenizer, model)
     return template

@@ -15,7 +15,7 @@ from typing import Any
 from drumline.serving import protocol
 
 Delta = dict[str, Any]
-"""What a chunk adds to a message: content, reasoning_content, or tool_calls with their index."""
+"""An addition to a message: content, reasoning_content, or tool_calls with their index."""
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names of it in templates
 
@@ -26,11 +26,11 @@ class PlainText:
     uses_special_tokens = False
 
     def feed(self, text: str) -> list[Delta]:
-        """What new text adds to the message."""
+        """The additions to the message that new text makes."""
         return [{"content": text}] if text else []
 
     def finish(self) -> list[Delta]:
-        """What the end of the text adds to it."""
+        """The additions that the end of the text makes."""
         return []
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -52,12 +52,16 @@ class RequestStream:
     """The generations of one request, and their text as it comes; used within the event loop."""
 
     def __init__(
-        self, tokenizer: Any, sequences: Sequence[SequenceRequest], skip_special_tokens: bool = True
+        self,
+        tokenizer: Any,
+        sequences: Sequence[SequenceRequest],
+        skip_special_tokens: bool = True,
+        on_gap: Callable[[float], Any] = lambda _: None,
     ) -> None:
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[TextEvent | None]()
         self._tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
         self.start, self.first_token_s = time.monotonic(), 0.0
-        self._sequences = sequences
+        self._sequences, self._on_gap = sequences, on_gap
         self.generations = [
             self._generation(index, sequence) for index, sequence in enumerate(sequences)
         ]
@@ -76,8 +80,13 @@ class RequestStream:
             self._tokenizer, stop, prompt, self.skip_special_tokens
         )
         logprobs: list[TokenLogprob] = []  # of tokens whose text is not posted yet
+        token_s = 0.0  # when the last one came
 
         def on_token(token: int) -> bool:
+            nonlocal token_s
+            before_s, token_s = token_s, time.monotonic()
+            if before_s:
+                self._on_gap(token_s - before_s)
             num_tokens = len(generation.new_tokens)
             if num_tokens > most:  # one is always generated
                 return True

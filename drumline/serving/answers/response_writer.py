@@ -1,6 +1,6 @@
 """The answers of OpenAI's API: whole, in chunks of a stream, or an error.
 
-builder = ResponseBuilder("llama", is_chat=True, logprobs=None)
+builder = ResponseBuilder("llama", is_chat=True, logprobs=None, request_id="5")
 return await whole_response(stream, message_pieces(events, parsers), builder)
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,7 @@ from drumline.serving.sampling import TokenLogprob
 
 @dataclass(frozen=True)
 class MessagePiece:
-    """What is added to the message of one choice, and why the choice ended, if it has.
+    """An addition to the message of one choice, and why the choice ended, if it has.
 
     Of an event that adds nothing yet: None.
     """
@@ -42,10 +41,12 @@ class MessagePiece:
 class ResponseBuilder:
     """The bodies of one response, whole or in chunks of a stream."""
 
-    def __init__(self, model: str, is_chat: bool, logprobs: LogprobFormatter | None) -> None:
+    def __init__(
+        self, model: str, is_chat: bool, logprobs: LogprobFormatter | None, request_id: str
+    ) -> None:
         self.is_chat, self._logprobs = is_chat, logprobs
         self._header = {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
             "created": int(time.time()),
             "model": model,
         }
@@ -94,7 +95,7 @@ class ResponseBuilder:
 async def message_pieces(
     events: AsyncIterator[TextEvent], parsers: Sequence[PlainText]
 ) -> AsyncIterator[MessagePiece | None]:
-    """What each event adds to the message of its choice, by that choice's parser."""
+    """The additions of each event to the message of its choice, by that choice's parser."""
     held: list[list[TokenLogprob]] = [[] for _ in parsers]  # of text that is in no delta yet
     callers = set()
     async for event in events:

@@ -38,6 +38,7 @@ def serve_with_restarts(
     served_model_name: Sequence[str] | None = None,
     chat_template: str | None = None,
     log_requests: bool = False,
+    allowed_origins: Sequence[str] | None = None,
     **options: Any,
 ) -> None:
     """Answer requests here by the ranks of all nodes, which are started again if one fails.
@@ -69,7 +70,7 @@ def serve_with_restarts(
     job = replace(job, args=(model_path, memory, *sizes, map_options, options))
     with endpoint.listener, _restarting(scheduler, job, restarts, on_ready) as ranks:
         ranks.wait_until_ready()
-        http_server.serve_requests(service, endpoint, log_requests)
+        http_server.serve_requests(service, endpoint, log_requests, allowed_origins)
 
 
 def _restarting(*arguments: Any) -> contextlib.closing[RestartingRanks]:

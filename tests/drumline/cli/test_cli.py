@@ -346,7 +346,7 @@ OPTIONS = {
     "bench": f"{MODEL} -n --ranks --memory --batch --prompt-tokens --new-tokens",
     "serve": f"{MODEL} -n --ranks --memory --host --port --api-key-file --dtype --device-map --tp"
     " --tensor-parallel-size --served-model-name --chat-template --log-requests"
-    " --enable-log-requests --max-length --max-model-len --nnodes --node-rank"
+    " --enable-log-requests --allowed-origins --max-length --max-model-len --nnodes --node-rank"
     " --master-addr --master-port --token-file --insecure --encrypt --restarts --max-running"
     " --max-waiting --patience",
     "top": "",

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import importlib
 import json
+import re
 import threading
 from contextlib import closing
 
@@ -329,3 +330,65 @@ def test_a_template_that_does_not_end_ends_its_request_alone(service, tokenizer,
     short, endless = asyncio.run(run())
     assert short[0] == 200 and {status for status, _ in endless} == {400}
     assert all("did not end within 0.3 s" in text for _, text in endless)
+
+
+def headers_of(service, headers=(), method="POST", origins=None, path="/v1/completions"):
+    """The status and the headers of an answer."""
+    sent = []
+    body = json.dumps({"model": "llama", "prompt": "5", "max_tokens": 1}).encode()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "headers": [*headers]}
+    made = app.application(service, None, origins)
+    asyncio.run(made({**scope, "query_string": b""}, receive, send))
+    return sent[0]["status"], dict(sent[0]["headers"])
+
+
+@pytest.mark.parametrize("sent", [b"", b"abc-1", b"two words", b"5" * 201, b"\xff"])
+def test_each_answer_has_the_id_of_its_request(service, sent):
+    """No answer could be found in the log."""
+    status, headers = headers_of(service, [(b"x-request-id", sent)])
+    is_kept = sent == b"abc-1"
+    assert status == 200 and (headers[b"x-request-id"] == sent) == is_kept
+    assert is_kept or len(headers[b"x-request-id"]) == 32
+
+
+def test_the_id_of_a_request_is_in_the_log_and_the_answer(service, caplog):
+    with caplog.at_level("INFO", "drumline.requests"):
+        number = ask(service, max_tokens=1)[1]["id"].removeprefix("cmpl-")
+    assert f"/v1/completions, id {number}: 3 tokens of prompt, 1 new" in caplog.text
+
+
+def test_pages_of_allowed_origins_may_send_requests_and_no_others(service):
+    """A browser's question was answered 405, and there was no option."""
+    origin = b"http://localhost:3000"
+    asked = [(b"origin", origin), (b"access-control-request-method", b"POST")]
+    asked.append((b"access-control-request-headers", b"authorization"))
+    status, headers = headers_of(service, asked, "OPTIONS", [origin.decode()])
+    assert status == 200 and headers[b"access-control-allow-origin"] == origin
+    status, headers = headers_of(service, asked, "OPTIONS", ["http://other"])
+    assert status == 400 and b"access-control-allow-origin" not in headers
+    status, headers = headers_of(service, asked, "OPTIONS")
+    assert status == 405
+    _, headers = headers_of(service, [(b"origin", origin)], origins=["*"])
+    assert headers[b"access-control-allow-origin"] == b"*"
+
+
+def test_metrics_have_the_time_between_tokens_and_the_names_of_vllm(service):
+    ask(service)
+    text = service.metrics.exposition().decode()
+    for name in ("drumline_token_gap_seconds_count", "drumline_new_tokens_total"):
+        assert re.search(rf"^{name} [1-9]", text, re.M), name
+    for name in ("time_to_first_token_seconds_count", "inter_token_latency_seconds_count"):
+        assert re.search(rf'^vllm:{name}{{model_name="llama"}} [1-9]', text, re.M), name
+    label = 'finished_reason="length",model_name="llama"'
+    assert f"vllm:request_success_total{{{label}}} 1.0" in text
+    assert 'vllm:num_requests_waiting{model_name="llama"} 0.0' in text

@@ -479,7 +479,7 @@ def held(plain, loaded):
     tokenizer = HeldTokenizer.from_pretrained(plain[1])
     tokenizer.release = threading.Event()
     with closing(app.Service(["llama"], loaded, tokenizer, LIMITS)) as service:
-        service._longest_token = 1000
+        service.prompts.longest_token = 1000
         yield service
         tokenizer.release.set()
 
@@ -517,7 +517,7 @@ def test_more_long_bodies_than_the_server_holds_are_refused(held, monkeypatch):
 
 
 def test_a_text_of_more_characters_than_the_tokens_can_hold_is_not_tokenized(held):
-    del held._longest_token
+    del held.prompts.longest_token
     for path, prompt in (
         ("completions", {"prompt": "5" * 20_000}),
         ("chat/completions", {"messages": [{"role": "user", "content": "5" * 20_000}]}),

@@ -1,0 +1,108 @@
+"""The prompts of requests as tokens: through the chat template, or as they are.
+
+prompts = PromptReader("llama", tokenizer, 4096, scheduler)
+(tokens,) = prompts.of_chat(request)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+from drumline import timings
+from drumline.serving import protocol
+from drumline.serving.scheduler import Scheduler
+
+Prompts = list[list[int]]
+"""The tokens of each."""
+
+
+class PromptReader:
+    """Makes tokens of the prompts of one model's requests. Raises ApiError for what it refuses.
+
+    name: of the model. max_length: tokens of a prompt with its completion.
+    """
+
+    def __init__(self, name: str, tokenizer: Any, max_length: int, scheduler: Scheduler) -> None:
+        self._name, self._tokenizer = name, tokenizer
+        self._max_length, self._scheduler = max_length, scheduler
+
+    def of_completion(self, body: protocol.CompletionRequest) -> Prompts:
+        prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+        if prompts and isinstance(prompts[0], int):
+            prompts = [prompts]
+        return [self._tokenize(prompt, body.add_special_tokens) for prompt in prompts]
+
+    def _tokenize(self, prompt: Any, add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, str):
+            return self.text(prompt, add_special_tokens=add_special_tokens)
+        self.check_tokens(prompt, "prompt")
+        return list(prompt)
+
+    def check_tokens(self, tokens: Sequence[int], name: str) -> None:
+        unknown = [token for token in tokens if not 0 <= token < self._scheduler.vocabulary]
+        if unknown:
+            raise protocol.invalid_request(
+                f"{name}: {unknown[0]} is not a token of this model.", name
+            )
+
+    def of_chat(self, body: protocol.ChatCompletionRequest) -> Prompts:
+        reserved = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        for name in body.chat_template_kwargs:
+            if name in reserved:
+                text = f"chat_template_kwargs.{name} is not a variable of the template."
+                raise protocol.invalid_request(text, f"chat_template_kwargs.{name}")
+        if not self._tokenizer.chat_template:
+            raise protocol.invalid_request(
+                f"{self._name!r} has no chat template; use /v1/completions with a prompt.",
+                "messages",
+            )
+        try:
+            with _time_limit(timings.TIMINGS.template_s):
+                text = self._tokenizer.apply_chat_template(
+                    [message.for_template() for message in body.messages],
+                    tokenize=False,
+                    **body.template_options(),
+                )
+        except Exception as error:  # a template may raise any error for messages it rejects
+            raise protocol.invalid_request(f"messages: {error}", "messages") from error
+        return [self.text(text, add_special_tokens=False)]
+
+    def text(self, text: str, **options: bool) -> list[int]:
+        max_chars = self._max_length * self.longest_token
+        if len(text) > max_chars:
+            reason = f"you sent {len(text)} characters, and so many tokens hold {max_chars}."
+            raise protocol.context_error(self._max_length, reason, None)
+        return list(self._tokenizer(text, **options)["input_ids"])
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """In characters. A text that has more for each token that fits is refused."""
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Within, code of a chat template that runs for longer raises TimeoutError in its thread.
+
+    Python looks at the time with each line of a template and each call that it makes.
+    """
+    end_s = time.monotonic() + seconds
+
+    def check(frame: FrameType, event: str, arg: Any) -> Any:
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"the chat template did not end within {seconds:g} s")
+        return check if frame.f_code.co_filename == "<template>" else None
+
+    previous = sys.gettrace()
+    sys.settrace(check)
+    try:
+        yield
+    finally:
+        sys.settrace(previous)
