@@ -224,11 +224,13 @@ def _sigterm_ends_well() -> Iterator[None]:
 def _auto(options: argparse.Namespace) -> None:
     from drumline.errors import DrumlineError
 
-    script = Path(options.script)
+    script, command = Path(options.script), Path(sys.executable).parent / options.script
+    if not script.exists() and command.is_file():  # such as transformers, for its server
+        script = command
     if not (script / "__main__.py" if script.is_dir() else script).exists():
         raise DrumlineError(f"{options.script} does not exist, so nothing was started.")
     set_patience(options.patience)
-    runner, arguments = "drumline.cli.run_script", (options.script, options.arguments)
+    runner, arguments = "drumline.cli.run_script", (str(script), options.arguments)
     job = _job_of_nodes(options, f"{runner}:run_script", runner)
     if job is None:
         _on_ranks(runner, "run_script", options.ranks, arguments, encrypt=options.encrypt)

@@ -98,6 +98,7 @@ ALONE = {
     "suppress_tokens",
     "target_lookbehind",
     "temperature",
+    "tokenizer",
     "top_h",
     "top_k",
     "top_p",

@@ -84,6 +84,12 @@ def text_inputs(model: Any, batch: int, length: int) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if takes_all or name in names}
 
 
+def without_tokenizers(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs that are not tokenizers or processors: generate() hands on to every layer the one
+    that it looks for stop strings with."""
+    return {name: value for name, value in inputs.items() if not hasattr(value, "decode")}
+
+
 def is_output(value: Any) -> bool:
     return isinstance(value, api.ModelOutput)
 

@@ -25,6 +25,7 @@ from drumline.contact.passes import (
     masks_windows,
     undivided_inputs,
     unread_inputs,
+    without_tokenizers,
 )
 from drumline.errors import short_traceback
 from drumline.kv_cache.merge_caches import can_be_merged
@@ -56,6 +57,8 @@ class MicrobatchMixin:
     _driver: PipelineDriver | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._driver is not None:
+            kwargs = without_tokenizers(kwargs)
         try:
             return self._pass(*args, **kwargs)
         except RemoteLayerError as error:  # BigBird changes its layers for a short text

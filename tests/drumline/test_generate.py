@@ -258,6 +258,12 @@ def criteria_that_stop(model):
     return tokens(model, 2, stopping_criteria=StoppingCriteriaList([AfterTwelve()]))
 
 
+def a_tokenizer_for_stop_strings(model):
+    """generate() hands it on to every layer, and it could not be sent: the server of transformers
+    failed at the first request."""
+    return tokens(model, 2, tokenizer=Digits())
+
+
 class Collector(BaseStreamer):
     def __init__(self):
         self.seen = []
@@ -283,6 +289,7 @@ FEATURES = [
     a_streamer_that_sees_every_token,
     a_pipeline,
     generations_in_several_threads,
+    a_tokenizer_for_stop_strings,
     criteria_that_stop,
     beams,
     beams_of_a_padded_batch,

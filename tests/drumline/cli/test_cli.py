@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import importlib
 import io
+import json
 import os
 import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -401,6 +406,26 @@ def test_an_unmodified_script_runs_over_the_ranks_and_ends_them_with_its_code(
     assert "devices ['cpu', 'rank 1 cpu'] model.embed_tokens" in out
     assert "other ranks serve its first model" in out
     assert master.returncode == 7 and server.wait(timeout=60) == 7 and not server.stdout.read()
+
+
+@pytest.mark.parametrize("options", [[], ["--continuous-batching"]])
+def test_the_server_of_transformers_runs_over_the_ranks(with_tokenizer, start, kept_port, options):
+    """It answered /health, and failed at the first completion."""
+    pytest.importorskip("openai", reason="transformers serve needs openai")
+    port = kept_port()
+    arguments = ["transformers", "serve", with_tokenizer, "--port", port, *options]
+    master, _ = start(RUN, 2, *arguments)
+    for _ in range(600):
+        with contextlib.suppress(OSError), socket.create_connection(("localhost", port)):
+            break
+        assert master.poll() is None, master.communicate()
+        time.sleep(0.1)
+    request = {"model": str(with_tokenizer), "prompt": "5 6 7", "max_tokens": 5}
+    connection = http.client.HTTPConnection("localhost", port, timeout=60)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(request), headers)
+    reply = json.load(connection.getresponse())
+    assert reply["choices"][0]["text"].startswith("55 54 10")
 
 
 @pytest.mark.parametrize("is_read_before", [True, False])
