@@ -203,7 +203,7 @@ def tried_manager(
         choose,
         tokens_beside,
         generation_config=generation_settings(do_sample=False, eos_token_id=-1),
-        continuous_batching_config=paged_batches.BatchSettings(**settings),
+        continuous_batching_config=paged_batches.batch_settings(**settings),
     )
     try:
         for own, other in zip(expected, manager.try_steps(prompt, TRIED_STEPS), strict=False):
@@ -265,7 +265,7 @@ class PagedGenerationMixin:
         settings = (
             continuous_batching_config
             or getattr(generation, "continuous_batching_config", None)
-            or paged_batches.BatchSettings()
+            or paged_batches.batch_settings()
         )
         refused = paged_batches.refused_settings(settings)
         is_on_cpu = self.device.type == "cpu"  # type: ignore[attr-defined]

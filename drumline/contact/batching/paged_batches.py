@@ -21,8 +21,12 @@ api = transformers_api.continuous_batching()
 Tables: Any = api.PagedAttentionCache
 Manager: Any = api.ContinuousBatchingManager
 
-BatchSettings = api.ContinuousBatchingConfig
-"""The settings of continuous batching that a script passes."""
+
+def batch_settings(**settings: Any) -> Any:
+    """Settings of continuous batching that write no variable of NCCL into the environment, for
+    graphs that are not made here."""
+    return api.ContinuousBatchingConfig(disable_nccl_graph_mixing=False, **settings)
+
 
 STEP_ARGUMENTS = (
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
@@ -274,8 +278,6 @@ class PagedManager(Manager):  # type: ignore[misc]
         self.ranks, self._hints = ranks, hints
         self._choose, self._tokens_beside = choose, tokens_beside
         self.names_in_step: list[str] = []
-        # It would set a variable of the environment, for graphs of NCCL that are not made here.
-        options["continuous_batching_config"].disable_nccl_graph_mixing = False
         try:
             super().__init__(model=model, workload_hints=hints, **options)
         except BaseException:

@@ -1,6 +1,7 @@
 """Batches of sequences without a server around them."""
 
 import contextlib
+import os
 import threading
 
 import pytest
@@ -211,6 +212,14 @@ def test_an_error_of_one_sequence_ends_no_other_of_its_batch(plain, loaded):
         assert " ".join(map(str, clients[2].tokens())) == expected(plain, "5 6 7", 9)[0]
     assert [type(client.reason) for client in clients] == [ValueError, RuntimeError, str]
     assert scheduler.largest_batch == 3
+
+
+def test_the_environment_of_a_rank_stays_as_it_is(loaded, monkeypatch):
+    """transformers set a variable of NCCL, with a warning, where WORLD_SIZE is more than 1."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("NCCL_GRAPH_MIXING_SUPPORT", raising=False)
+    with scheduling(loaded):
+        assert "NCCL_GRAPH_MIXING_SUPPORT" not in os.environ
 
 
 def test_close_ends_a_sequence_that_nobody_reads(loaded):
