@@ -12,6 +12,11 @@ import torch
 
 from drumline.errors import DrumlineError
 
+COMPACT = {
+    "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+}
+"""For calls, in which small models go on with white space to the limit of the answer."""
+
 
 class GrammarCompiler:
     """Makes the grammars of one tokenizer; vocabulary is the number of logits."""
@@ -100,6 +105,7 @@ def schema_of_calls(functions: list[dict[str, Any]], max_calls: int | None) -> d
         "minItems": 1,
         **most,
         "$defs": schemas,
+        **COMPACT,
     }
 
 

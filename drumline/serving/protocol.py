@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from drumline.serving.grammar import parameters_of, schema_of_calls
+from drumline.serving.grammar import COMPACT, parameters_of, schema_of_calls
 from drumline.serving.sampling import SAMPLING_FIELDS, SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
@@ -307,7 +307,8 @@ class ChatCompletionRequest(GenerationRequest):
             return schema_of_calls(self._functions(), None if self.parallel_tool_calls else 1)
         if isinstance(self.tool_choice, NamedTool):
             name = self.tool_choice.function.name
-            return next(parameters_of(f) for f in self._functions() if f.get("name") == name)
+            schemas = (parameters_of(f) for f in self._functions() if f.get("name") == name)
+            return {**COMPACT, **next(schemas)}
         return super().json_schema
 
     @property

@@ -7,6 +7,7 @@ message = merged(deltas)
 
 from __future__ import annotations
 
+import contextlib
 import json
 import uuid
 from collections.abc import Iterable, Sequence
@@ -56,9 +57,13 @@ class CallList(PlainText):
         return []
 
     def finish(self) -> list[Delta]:
-        try:
-            calls = json.loads(self._text)
-        except ValueError:  # cut off by max_tokens
+        calls, rest = [], self._text.lstrip(" \n\r\t[")
+        with contextlib.suppress(ValueError):  # of the end, or of a call cut off by max_tokens
+            while True:
+                call, end = json.JSONDecoder().raw_decode(rest)
+                calls.append(call)
+                rest = rest[end:].lstrip(" \n\r\t,")
+        if not calls:
             return super().feed(self._text)
         items = [
             _call(index, call["name"], json.dumps(call["parameters"]))

@@ -106,6 +106,10 @@ def test_required_calls_come_at_the_end_and_what_was_cut_off_is_content():
     (made,) = merged(parsed(text, 1, tool_choice="required"))["tool_calls"]
     assert made["function"] == {"name": "f", "arguments": '{"a": 1}'}
     assert merged(parsed(text[:20], 1, tool_choice="required"))["content"] == text[:20]
+    longer = f"{text[:-1]}, {text[1:]}"
+    for end in (len(text), len(longer) - 2):
+        (made,) = merged(parsed(longer[:end], 1, tool_choice="required"))["tool_calls"]
+        assert made["function"] == {"name": "f", "arguments": '{"a": 1}'}
 
 
 @pytest.mark.parametrize(
