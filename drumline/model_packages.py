@@ -11,7 +11,13 @@ from drumline.errors import MissingPackage
 
 log = logging.getLogger("drumline")
 
-LOWEST = {"transformers": (5, 21), "accelerate": (1, 1), "safetensors": (0, 8), "rich": (13,)}
+LOWEST = {
+    "transformers": (5, 21),
+    "accelerate": (1, 1),
+    "huggingface_hub": (1, 31),
+    "safetensors": (0, 8),
+    "rich": (13,),
+}
 """Their lowest versions, as pyproject.toml has them."""
 
 
