@@ -60,7 +60,7 @@ def kinds_of(modules: dict[str, nn.Module]) -> dict[str, LayerKind]:
 
 
 def _description(module: nn.Module) -> tuple[Any, ...]:
-    """Equal for modules of one kind: all that they are made of, but for values of weights."""
+    """Equal for modules of one kind: all that they are made of except the values of weights."""
     return tuple(
         (name, type(part), _settings(part), _weights(part)) for name, part in module.named_modules()
     )

@@ -77,7 +77,9 @@ class PromptReader:
     def text(self, text: str, **options: bool) -> list[int]:
         max_chars = self._max_length * self.longest_token
         if len(text) > max_chars:
-            reason = f"you sent {len(text)} characters, and so many tokens hold {max_chars}."
+            reason = (
+                f"you sent {len(text)} characters, and that many tokens hold at most {max_chars}."
+            )
             raise protocol.context_error(self._max_length, reason, None)
         return list(self._tokenizer(text, **options)["input_ids"])
 

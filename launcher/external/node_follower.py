@@ -249,7 +249,7 @@ def _introduced(channel: NodeChannel, node: NodeDescription, place: str) -> dict
     if problem := answer["problem"]:
         raise LaunchError(
             f"the first node, at {place}, waits for others than this one: {printable(problem)}. "
-            "Give the same command on every node, but for --node-rank."
+            "Give the same command on every node, except --node-rank."
         )
     return answer
 
