@@ -70,6 +70,7 @@ class BatchedRanks:
     def __init__(self, model: Any):
         self.model, self.driver = model, model._driver
         self.loaded_attention = str(attention_of(model.config))
+        self._is_tried = False
         self._managers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.Lock()  # a thread that ends may not change what another's step uses
 
@@ -93,6 +94,17 @@ class BatchedRanks:
     @property
     def _are_there(self) -> bool:
         return self.driver is self.model._driver and getattr(self.driver, "lost", None) is None
+
+    def try_once(self) -> None:
+        """Raise DrumlineError for a model that has other logits over pages than in generate().
+
+        Tried with the first manager, by a smaller one.
+        """
+        if not self._is_tried:
+            length = TRIED_TOKENS + TRIED_STEPS
+            tried = tried_manager(self.model, None, length, 1, 0, max_requests_per_batch=1)
+            self.release_attention(tried)
+            self._is_tried = True
 
     def use_attention(self, manager: Any, name: str) -> None:
         """Have all layers attend so as long as a manager is there."""
@@ -282,6 +294,7 @@ class PagedGenerationMixin:
                 f"rank 0: {type(self).__name__} has an encoder, and continuous batching is for "
                 "models of a decoder alone; use generate()."
             )
+        self._batched_ranks.try_once()
         if generation.eos_token_id is None:
             generation.eos_token_id = -1  # as transformers does it: no token ends a text
         return paged_batches.PagedManager(

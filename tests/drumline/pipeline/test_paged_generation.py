@@ -15,6 +15,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import drumline
 import launcher
+from drumline.errors import DrumlineError
 from drumline.pipeline.paged_generation import PoolsOfRanks
 from tests.drumline.conftest import LLAMA
 from tests.drumline.test_families import CAUSAL
@@ -93,6 +94,7 @@ def test_a_beginning_that_requests_share_is_computed_once(llama, on_master):
         num_tokens.append(kwargs["input_ids"].shape[1])
 
     def work(model):
+        model._batched_ranks.try_once()
         model.register_forward_pre_hook(count, with_kwargs=True)
         config = ContinuousBatchingConfig(page_size=4)
         with model.continuous_batching_context_manager(GREEDY, True, None, config) as manager:
@@ -344,6 +346,8 @@ def test_a_stop_that_does_not_wait_leaves_the_step_its_attention(llama, on_maste
 
 def test_a_manager_that_cannot_be_made_leaves_the_layers_as_they_were(llama, on_master):
     def work(model):
+        model._batched_ranks.try_once()
+
         def fail(*_):
             raise KeyError("a processor")
 
@@ -400,3 +404,17 @@ def test_blocks_have_the_bytes_that_pools_take_and_a_copy_of_the_largest_layer(
     cache = plain(torch.tensor([list(range(page_size))])).past_key_values
     layers = [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
     assert on_master(path, 2, work) == sum(layers) + 2 * max(layers)
+
+
+def test_a_model_whose_pages_give_other_logits_is_refused_before_it_gives_a_text(checkpoints):
+    """Gemma 3n reads the keys of other layers, and its texts were wrong without a word."""
+    kind, config = CAUSAL["gemma3n"]
+    _, path = checkpoints.make("gemma3n", kind, **config)
+
+    def rank():
+        with drumline.load(path, max_memory=[1 << 30] * 2) as model:
+            with pytest.raises(DrumlineError, match=r"use generate\(\)"):
+                model.generate_batch([[5, 6, 7]], max_new_tokens=2)
+            return model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2).shape
+
+    assert launcher.launch(rank, nprocs=2, launcher="threads", timeout_s=60)[0] == (1, 5)
