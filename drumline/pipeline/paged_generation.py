@@ -31,8 +31,9 @@ log = logging.getLogger("drumline")
 MAX_UNTOLD_TOKENS = 1 << 12
 """Of a request, where neither it nor the model's config says how long it can be."""
 
-TRIED_TOKENS, TRIED_STEPS = 12, 2
-"""Of a request by which it is tried whether a model can be batched over pages."""
+TRIED_TOKENS, TRIED_STEPS, TRIED_PAGE_SIZE = 12, 2, 16
+"""Of a request by which it is tried whether a model can be batched over pages; one page of the
+usual size may be more than a small rank has memory for."""
 
 MAX_DIFFERENCE = 0.05
 """Relative to the norm, of logits that are equal up to the last bits, also of half precision."""
@@ -102,7 +103,8 @@ class BatchedRanks:
         """
         if not self._is_tried:
             length = TRIED_TOKENS + TRIED_STEPS
-            tried = tried_manager(self.model, None, length, 1, 0, max_requests_per_batch=1)
+            settings = {"max_requests_per_batch": 1, "page_size": TRIED_PAGE_SIZE}
+            tried = tried_manager(self.model, None, length, 1, 0, **settings)
             self.release_attention(tried)
             self._is_tried = True
 
