@@ -144,15 +144,6 @@ def test_a_package_imports_only_those_before_it_in_the_table():
     assert wrong == []
 
 
-# Modules that import each other, for types or when they run. None may be added.
-KNOWN_CYCLES = {
-    "drumline.pipeline.deferred_calls drumline.pipeline.driver drumline.pipeline.remote_layer",
-    "drumline.stages.cuda_graphs drumline.stages.stage",
-    "launcher.backends.ray launcher.backends.ray.ray_cluster",
-    "launcher.backends.threads launcher.backends.threads_main",
-}
-
-
 def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
     """The modules that importing this one may import, inside of functions too."""
     reached: set[str] = set()
@@ -177,7 +168,7 @@ def test_no_modules_import_each_other_in_a_circle():
         for module in graph
         if module in reached[module]
     }
-    assert cycles == KNOWN_CYCLES
+    assert cycles == set()
 
 
 def test_every_folder_is_small_enough_to_read():

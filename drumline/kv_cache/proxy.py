@@ -31,10 +31,7 @@ class CacheOpLog(Protocol):
     def record(self, name: str, *arguments: Any) -> None: ...
     def forget(self, number: int) -> None: ...
     def next_cache(self) -> int: ...
-    def rows_and_tokens(self) -> tuple[int, int]: ...
 
-    @property
-    def shape_of_pass(self) -> tuple[int, int] | None: ...
     @property
     def uncroppable(self) -> set[int]: ...
 
@@ -250,19 +247,26 @@ def account_tokens(
     cache: Cache,
     layers: Iterable[int],
     hidden: torch.Tensor,
+    shape_of_pass: tuple[int, int] | None = None,
     by_pass: bool | None = False,
     origins: Mapping[int, LayerOrigin] = MappingProxyType({}),
 ) -> None:
     """Count the tokens of `hidden`, [batch, tokens, width], in layers held by other ranks.
 
-    origins: of the layers, by index, as far as they are known.
+    origins: of the layers, by index, as far as they are known. shape_of_pass: its rows and tokens.
     by_pass: count the tokens of the pass instead, see `grew_by_pass`. Some models carry several
     streams, before or behind these axes (Gemma 3n, DeepSeek-V4), some the tokens first (FSMT).
     """
     assert isinstance(cache, CacheProxy)
     is_plain = hidden.dim() == 3 and not by_pass
-    batch, tokens = hidden.shape[:2] if is_plain else cache.op_log.rows_and_tokens()
-    if cache.op_log.shape_of_pass == (tokens, batch):
+    rows_and_tokens = (hidden.shape[0], hidden.shape[1]) if is_plain else shape_of_pass
+    if rows_and_tokens is None:
+        raise DrumlineError(
+            "rank 0: a layer was called with a hidden state of more than three axes, outside of "
+            "its model, so its tokens and streams cannot be told apart; call the model."
+        )
+    batch, tokens = rows_and_tokens
+    if shape_of_pass == (tokens, batch):
         batch, tokens = tokens, batch
     for index in layers:
         layer, origin = _layer(cache, index), origins.get(index, UNKNOWN)

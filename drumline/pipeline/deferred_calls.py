@@ -9,22 +9,20 @@ from __future__ import annotations
 import json
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 
 from drumline.core.pytree import Leaves, TreeSpec, has_reusable_arguments, iter_leaves
 from drumline.errors import StageError
+from drumline.kv_cache.pass_context import PassContext
 from drumline.kv_cache.proxy import prepare_next_token
 from drumline.pipeline.lazy_tensor import LazyTensor, LazyUnknownShape, fetched
 from drumline.stages.messages import Message
 from drumline.stages.program import Program, StageStep
-
-if TYPE_CHECKING:
-    from drumline.pipeline.driver import PipelineDriver
-    from drumline.pipeline.remote_layer import RemoteModule
 
 Producer = tuple[str, int, "InternedSpec | None"]
 """A module, the number of one of its new tensors, and the form of its arguments."""
@@ -36,11 +34,34 @@ NUM_TRIALS = 2
 left where it is."""
 
 
-class DeferredCalls:
-    """Calls gathered by one thread, in order, and the lazy tensors they will put out."""
+class CalledLayer(Protocol):
+    """A layer that another rank holds, as its calls know it."""
 
-    def __init__(self, driver: PipelineDriver):
-        self.driver, self.sent, self.wants_hidden_states = driver, False, False
+    name: str
+    rank: int
+    outputs: dict[InternedSpec, TreeSpec]
+
+    def confirm(self, run: LayerRun, new: NewCall, *facts: Any) -> None:
+        """Take what came of a call of a new form."""
+
+    def ask_itself(self) -> None:
+        """Go by what this layer returns alone: a call failed."""
+
+
+class DeferredCalls:
+    """Calls gathered by one thread, in order, and the lazy tensors they will put out.
+
+    exchange: sends calls, and returns the reply.
+    """
+
+    def __init__(
+        self,
+        exchange: Callable[[DeferredCalls], Message],
+        output_usage: OutputUsage,
+        context: PassContext,
+    ):
+        self.exchange, self.output_usage, self.context = exchange, output_usage, context
+        self.sent = self.wants_hidden_states = False
         self.runs: list[LayerRun] = []
         self.outputs: list[weakref.ref[LazyTensor]] = []
         self.producers: list[Producer] = []
@@ -67,10 +88,10 @@ class DeferredCalls:
         return lazy
 
     @property
-    def last_layer(self) -> RemoteModule:
+    def last_layer(self) -> CalledLayer:
         return self.runs[-1].layers[-1]
 
-    def continued_run(self, layer: RemoteModule, args: Any, kwargs: Any) -> LayerRun | None:
+    def continued_run(self, layer: CalledLayer, args: Any, kwargs: Any) -> LayerRun | None:
         """The last run if this call goes on with it."""
         if not self.runs or not args or self.sent:
             return None
@@ -89,7 +110,7 @@ class DeferredCalls:
         """
         if self.sent or not self.runs:
             return None
-        self.sent, self.wants_hidden_states = True, self.driver.wants_hidden_states
+        self.sent, self.wants_hidden_states = True, self.context.wants_hidden_states
         new_calls = [(run, new) for run in self.runs for new in run.new.values()]
         alive = [ref() for ref in self.outputs]
         waiting = [
@@ -99,7 +120,7 @@ class DeferredCalls:
         ]
         self.returns = tuple(lazy.slot for lazy in waiting)
         try:
-            reply = self.driver.exchange(self)
+            reply = self.exchange(self)
         except StageError:
             for _, new in new_calls:
                 if new.output is not None:
@@ -124,13 +145,13 @@ class DeferredCalls:
         if type(lazy) is not LazyUnknownShape or is_amid_pass:
             return lazy is not None
         usage = self.producers[lazy.slot], self.wants_hidden_states
-        return self.driver.output_usage.is_wanted(usage, lazy)
+        return self.output_usage.is_wanted(usage, lazy)
 
     def touched(self, slot: int) -> None:
         wants_hidden_states = (
-            self.wants_hidden_states if self.sent else self.driver.wants_hidden_states
+            self.wants_hidden_states if self.sent else self.context.wants_hidden_states
         )
-        self.driver.output_usage.looked_at.add((self.producers[slot], wants_hidden_states))
+        self.output_usage.looked_at.add((self.producers[slot], wants_hidden_states))
 
     def place_ints(self, before: list[int]) -> tuple[list[int], list[int]]:
         """The start of each run's integers, and all integers; runs with equal ones share them."""
@@ -214,7 +235,7 @@ class NewCall:
     hidden: the hidden state that it was given, if it is asked.
     """
 
-    layer: RemoteModule
+    layer: CalledLayer
     output: TreeSpec | None
     fills: tuple[int, ...] | None
     counts_by_pass: bool | None
@@ -234,7 +255,7 @@ class LayerRun:
     ):
         self.spec, self.slots = spec, slots
         self.ints, self.caches = leaves.ints, leaves.caches
-        self.layers: list[RemoteModule] = []
+        self.layers: list[CalledLayer] = []
         self.hidden_slots: list[int] = []  # of the hidden state that each further layer is given
         self.numbers = tuple([leaves.ints[at] for at in spec.numbers_at])
         self.new: dict[int, NewCall] = {}  # by the position of the layer
@@ -247,7 +268,7 @@ class LayerRun:
         """True if these are the same arguments but for the hidden state."""
         return self.spec.has_reusable_arguments and _identities(args, kwargs) == self.identities
 
-    def add(self, layer: RemoteModule, hidden: Any, new: NewCall | None) -> None:
+    def add(self, layer: CalledLayer, hidden: Any, new: NewCall | None) -> None:
         """One more layer; `hidden` is what it is given, if it goes on with the run."""
         if self.layers:
             self.hidden_slots.append(~hidden.slot)

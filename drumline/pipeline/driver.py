@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from drumline.contact.caches import Cache, iter_caches
 from drumline.core.pytree import Leaves, TreeSpec, flatten
 from drumline.errors import DrumlineError, PeerLost, StageError
-from drumline.kv_cache.proxy import cache_number, came_filled
+from drumline.kv_cache.pass_context import PassContext
+from drumline.kv_cache.proxy import cache_number
 from drumline.pipeline.deferred_calls import DeferredCalls, InternedSpec, OutputUsage
 from drumline.pipeline.interrupt import DelayedInterrupt
 from drumline.pipeline.microbatch_runner import MicrobatchRunner
@@ -27,17 +26,6 @@ if TYPE_CHECKING:
     from drumline.stages.tp_stage import TpDriverRing
 
 T = TypeVar("T")
-
-
-class _PassContext(threading.local):
-    """The pass that a thread is in: its unsent calls, and [rows, tokens] of its input."""
-
-    calls: DeferredCalls | None = None
-    shape: tuple[int, int] | None = None
-    wants_hidden_states = False
-    # The outermost model, and its caches that came filled. An interrupt may leave them here.
-    model: Callable[[], Any] = staticmethod(lambda: None)
-    came_filled: tuple[weakref.ref[Cache], ...] = ()
 
 
 class PipelineDriver:
@@ -54,7 +42,7 @@ class PipelineDriver:
         self._pending: deque[PendingReply] = deque()
         self._is_receiving = self._is_desynchronised = False
         self.microbatches = MicrobatchRunner()
-        self._pass = _PassContext()
+        self.context, self._thread = PassContext(), threading.local()
         self._failure: DrumlineError | None = None
         self.unread: set[str] = set()  # arguments that keep batches whole; each is warned of once
         self.uncroppable: set[int] = set()  # layers of a cache that their ranks cannot crop
@@ -64,9 +52,11 @@ class PipelineDriver:
     @property
     def calls(self) -> DeferredCalls:
         """The calls of this thread that have not been sent."""
-        if self._pass.calls is None or self._pass.calls.sent:
-            self._pass.calls = DeferredCalls(self)
-        return self._pass.calls
+        calls: DeferredCalls | None = getattr(self._thread, "calls", None)
+        if calls is None or calls.sent:
+            calls = DeferredCalls(self.exchange, self.output_usage, self.context)
+            self._thread.calls = calls
+        return calls
 
     def record(self, name: str, *arguments: Any) -> None:
         """Note an operation on a cache: sent before the next call, after those gathered."""
@@ -85,58 +75,18 @@ class PipelineDriver:
         return next(self._cache_numbers)
 
     def note_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Remember what a model of this thread is called with, see `rows_and_tokens`."""
+        """Remember what a model of this thread is called with."""
         if self.half_changed is not None:
             raise DrumlineError(
                 f"{self.half_changed} A pass that began with it has changed the layers before "
                 "this one already, so load the model again."
             )
-        if "output_hidden_states" in kwargs:
-            self._pass.wants_hidden_states = bool(kwargs["output_hidden_states"])
-        for tensor in (*args[:1], kwargs.get("inputs_embeds"), kwargs.get("input_ids")):
-            if isinstance(tensor, torch.Tensor) and tensor.dim() in (2, 3):
-                self._pass.shape = tensor.shape[0], tensor.shape[1]
-
-    def begin_pass(self, model: Any, inputs: Any) -> None:
-        """Remember the caches that a model of this thread is called with, if they hold anything."""
-        if self._pass.model() in (None, model):  # itself if the last pass was interrupted
-            self._pass.model = weakref.ref(model)
-            filled = filter(came_filled, iter_caches(inputs))
-            self._pass.came_filled = tuple(map(weakref.ref, filled))
-
-    def end_pass(self, model: Any) -> None:
-        if self._pass.model() is model:
-            del self._pass.model, self._pass.came_filled
-
-    def came_empty(self, cache: Cache) -> bool:
-        """True if this thread is in a pass, and the cache was empty when that began."""
-        is_in_pass = self._pass.model() is not None
-        return is_in_pass and all(cache is not filled() for filled in self._pass.came_filled)
+        self.context.note(args, kwargs)
 
     @property
     def lost(self) -> PeerLost | None:
         """The loss of a rank after which nothing can run, if there was one."""
         return self._failure if isinstance(self._failure, PeerLost) else None
-
-    @property
-    def shape_of_pass(self) -> tuple[int, int] | None:
-        """Rows and tokens of the pass that this thread is in, if it is in one."""
-        return self._pass.shape
-
-    @property
-    def wants_hidden_states(self) -> bool:
-        """True if this thread last requested hidden states, and so reads more outputs."""
-        return self._pass.wants_hidden_states
-
-    def rows_and_tokens(self) -> tuple[int, int]:
-        """The rows and tokens of this thread's pass. Raises DrumlineError outside of a pass."""
-        shape = self.shape_of_pass
-        if shape is None:
-            raise DrumlineError(
-                "rank 0: a layer was called with a hidden state of more than three axes, outside "
-                "of its model, so its tokens and streams cannot be told apart; call the model."
-            )
-        return shape
 
     def intern(self, template: TreeSpec) -> InternedSpec:
         """The InternedSpec of a template: the same object for equal templates."""

@@ -25,6 +25,7 @@ from drumline.contact import model_parts
 from drumline.contact.cache_layers import counts_in_python, max_tokens, num_tokens, tiny_cache
 from drumline.contact.caches import cache_of
 from drumline.contact.releases import READ, installed
+from drumline.kv_cache.pass_context import PassContext
 from drumline.pipeline.overlap import MicrobatchMixin
 
 ROWS, TOKENS = 8, 64
@@ -46,7 +47,7 @@ class _Watch:
     half_changed = None
 
     def __init__(self) -> None:
-        self.microbatches, self.unread = self, set[str]()
+        self.microbatches, self.unread, self.context = self, set[str](), PassContext()
         self.is_split, self.runs_parts = False, True
 
     def map(self, work: Callable[[Any], Any], parts: Iterable[Any], *until: Any) -> list[Any]:
@@ -54,9 +55,6 @@ class _Watch:
         if not self.runs_parts:
             raise _Split
         return [work(part) for part in parts]
-
-    def end_pass(self, model: Any) -> None:
-        """There are no calls of other ranks."""
 
 
 class _WatchedModel(MicrobatchMixin):

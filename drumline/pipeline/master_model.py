@@ -121,10 +121,10 @@ def _fetch_outputs(
     model._remote_attention = attention  # type: ignore[assignment]
 
     def begin_pass(module: nn.Module, args: Any, kwargs: Any) -> None:
-        driver.begin_pass(module, (args, kwargs))
+        driver.context.begin(module, (args, kwargs))
 
     def end_pass(module: nn.Module, args: Any, output: Any) -> None:
-        driver.end_pass(module)
+        driver.context.end(module)
 
     def note_pass(module: nn.Module, args: Any, kwargs: Any) -> None:
         attention.check_unchanged()

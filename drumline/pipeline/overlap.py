@@ -67,7 +67,7 @@ class MicrobatchMixin:
             raise
         finally:
             if self._driver is not None:  # no hook hears of an interrupt
-                self._driver.end_pass(self)
+                self._driver.context.end(self)
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
         whole: Whole = super().__call__  # type: ignore[misc]

@@ -112,7 +112,7 @@ class RemoteModule:
 
         What layers put there in the present pass is no matter: HRM's take turns in one cache.
         """
-        return () if self.driver.came_empty(cache) else self.cache_layers
+        return () if self.driver.context.came_empty(cache) else self.cache_layers
 
     def _advance(self, run: LayerRun, hidden: torch.Tensor, new: NewCall | None) -> None:
         """Count what the call puts into the cache, unless that has to be seen first."""
@@ -121,12 +121,13 @@ class RemoteModule:
         fills = self._known_fills(run) if new is None else new.fills
         if new is not None and new.output is None:
             is_unsure = by_pass is None and not proxy.matches_pass_shape(
-                self.driver.shape_of_pass, hidden
+                self.driver.context.shape, hidden
             )
             if is_unsure or proxy.is_own(cache):  # which may get no keys anywhere
                 fills = new.fills = None
         if fills is not None:
-            proxy.account_tokens(cache, fills, hidden, by_pass, self.origins)
+            shape = self.driver.context.shape
+            proxy.account_tokens(cache, fills, hidden, shape, by_pass, self.origins)
             if new is not None:
                 new.lengths = proxy.layer_lengths(cache, fills)
 
@@ -223,7 +224,7 @@ class RemoteModule:
         if filled and self.counts_by_pass is None:
             self.counts_by_pass = new.counts_by_pass
             if hidden is not None:
-                self.counts_by_pass = proxy.grew_by_pass(self.driver.shape_of_pass, hidden, filled)
+                self.counts_by_pass = proxy.grew_by_pass(self.driver.context.shape, hidden, filled)
         if new.fills == layers:
             return
         if hidden is None:
@@ -233,7 +234,8 @@ class RemoteModule:
                 "lengths that masks are made of would be wrong; call the model again with an empty "
                 "cache, and it is asked itself."
             )
-        proxy.account_tokens(cache, layers, hidden, self.counts_by_pass, self.origins)
+        shape = self.driver.context.shape
+        proxy.account_tokens(cache, layers, hidden, shape, self.counts_by_pass, self.origins)
         new.lengths = proxy.layer_lengths(cache, layers)
 
     def ask_itself(self) -> None:

@@ -18,12 +18,11 @@ import torch
 
 from drumline.contact.cache_layers import counts_in_python, is_filled, tensors_of
 from drumline.core.pytree import iter_leaves
-from drumline.stages.program import NOTHING, StageStep
+from drumline.stages.program import NOTHING, StageRoute, StageStep
 
 if TYPE_CHECKING:
     from drumline.kv_cache.owner import CacheRegistry
     from drumline.stages.messages import Message
-    from drumline.stages.stage import StageRoute
 
 Work = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 """Runs the layers of a stage on the tensors that have arrived; returns those that leave."""

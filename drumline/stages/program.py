@@ -94,3 +94,16 @@ class Program:
         num_operands, num_inputs = counts
         route = tuple(StageStep(*step) for step in steps)
         return cls(operations, num_operands, num_inputs, route, returns)
+
+
+class StageRoute:
+    """A program as one rank sees it."""
+
+    def __init__(self, program: Program, rank: int):
+        self.program = program
+        self.arriving, self.leaving = program.leaving(rank - 1), program.leaving(rank)
+        self.steps: list[tuple[StageStep, int, bool]] = []
+        for step, made_at in zip(program.steps, program.outputs_at, strict=False):
+            if step.rank == rank:
+                repeats = bool(self.steps) and step.repeats(self.steps[-1][0])
+                self.steps.append((step, made_at, repeats))

@@ -21,21 +21,8 @@ from drumline.kv_cache.placeholder import EMPTY_LAYER, LayerVersion, version_of
 from drumline.stages import message_trace
 from drumline.stages.cuda_graphs import CudaGraphs
 from drumline.stages.messages import Message, MessageKind
-from drumline.stages.program import NOTHING, Program, StageStep
+from drumline.stages.program import NOTHING, Program, StageRoute, StageStep
 from drumline.stages.ring import Ring
-
-
-class StageRoute:
-    """A program as one rank sees it."""
-
-    def __init__(self, program: Program, rank: int):
-        self.program = program
-        self.arriving, self.leaving = program.leaving(rank - 1), program.leaving(rank)
-        self.steps: list[tuple[StageStep, int, bool]] = []
-        for step, made_at in zip(program.steps, program.outputs_at, strict=False):
-            if step.rank == rank:
-                repeats = bool(self.steps) and step.repeats(self.steps[-1][0])
-                self.steps.append((step, made_at, repeats))
 
 
 class StageCall:

@@ -15,11 +15,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from launcher.backends import threads
 from launcher.errors import LaunchError, LaunchInterrupted, interrupted
 from launcher.external import rank_main
 from launcher.job import Job, Target
-from launcher.local import auto_preload
+from launcher.local import auto_preload, rank_threads
 from launcher.records import json_values
 from launcher.runtime import log_setup, mpi_import_check, rank_process
 from launcher.system import linux, stop_signals
@@ -57,8 +56,8 @@ def main(text: str) -> int:
             signal.signal(number, _raise_interrupted)
         stop_signals.unblock()
         _import_before_threads(job)
-        with threads.rank_streams(replace(job, log_dir=str(logs) if logs.is_dir() else None)):
-            threads.run(job)
+        with rank_threads.rank_streams(replace(job, log_dir=str(logs) if logs.is_dir() else None)):
+            rank_threads.run(job)
     except LaunchError as error:
         if error.failures:
             _write_records(job, error, began_s)

@@ -229,7 +229,7 @@ def test_a_generate_after_an_interruption_gives_its_own_tokens(checkpoints, on_m
             ring.receive = interrupt
         with pytest.raises(KeyboardInterrupt):
             model.generate(prompts[0], max_new_tokens=5)
-        assert not model._driver.came_empty(DynamicCache()), "it is still in that pass"
+        assert not model._driver.context.came_empty(DynamicCache()), "it is still in that pass"
         after = [model.generate(ids, max_new_tokens=5, do_sample=False) for ids in prompts]
         return [torch.equal(*pair) for pair in zip(right, after, strict=True)]
 

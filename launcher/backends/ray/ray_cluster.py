@@ -14,9 +14,9 @@ from itertools import groupby
 from typing import Any
 
 from launcher import errors, launch_secret, target, timings
-from launcher.backends.ray import NAME
 from launcher.backends.ray.ray_actor import RankActor
 from launcher.backends.ray.ray_signals import DeferredSignals
+from launcher.backends.ray.ray_variables import NAME
 from launcher.errors import TIMEOUT_CODE, Failure, LaunchError, LaunchTimeout
 from launcher.job import LOOPBACK, Job
 from launcher.launch_info import LaunchInfo

@@ -24,8 +24,6 @@ from drumline.kv_cache.proxy import (
 class CacheOpLog:
     """Writes nothing down."""
 
-    shape_of_pass = None
-
     def record(self, name: str, *arguments: Any) -> None: ...
     def forget(self, number: int) -> None: ...
 
@@ -59,7 +57,7 @@ def test_what_stands_for_remote_keys_has_their_shape_and_says_where_they_are(cac
     assert repr(keys[0]) == "<keys or values of shape (4, 5, 8) on rank 1>"
     assert "rank 2" in repr(cache.layers[1].keys)
     cache.crop(-2)
-    account_tokens(cache, (0, 1), torch.empty(2, 1, 8), False, origins)
+    account_tokens(cache, (0, 1), torch.empty(2, 1, 8), origins=origins)
     cache.batch_select_indices(torch.tensor([0, 1, 1]))
     later, twin = cache.layers[0].values, copy.deepcopy(cache).layers[0].values
     assert later.shape == twin.shape == (3, 4, 4, 6) and "rank 1" in repr(twin)
@@ -72,7 +70,7 @@ def test_layers_of_one_rank_share_what_stands_for_their_keys(cache):
     origins = {0: layer_origin(1, HeadSizes(4, 8), HeadSizes(4, 8))}
     origins[1] = layer_origin(1, HeadSizes(4, 8), HeadSizes(4, 8))
     show_origins(cache, origins)
-    account_tokens(cache, (0, 1), torch.empty(2, 1, 8), False, origins)
+    account_tokens(cache, (0, 1), torch.empty(2, 1, 8), origins=origins)
     first, second = cache.layers
     assert first.keys is second.keys is first.values and first.keys.shape == (2, 4, 6, 8)
 

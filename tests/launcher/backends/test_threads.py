@@ -53,7 +53,7 @@ def test_the_report_shows_the_failed_line_of_a_thread(command):
     assert (
         ended.code == 1
         and "in divide" in ended.err
-        and "launcher/backends/threads.py" not in ended.err
+        and "launcher/local/rank_threads.py" not in ended.err
     )
 
 

@@ -1,0 +1,50 @@
+"""The pass of a model that a thread is in: its input, and the caches that came with it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from drumline.contact.caches import Cache, iter_caches
+from drumline.kv_cache.proxy import came_filled
+
+
+class PassContext(threading.local):
+    """The pass of each thread.
+
+    shape: rows and tokens of its input. wants_hidden_states: whether this thread last requested
+    hidden states, and so reads more outputs.
+    """
+
+    shape: tuple[int, int] | None = None
+    wants_hidden_states = False
+    # The outermost model, and its caches that came filled. An interrupt may leave them here.
+    _model: Callable[[], Any] = staticmethod(lambda: None)
+    _came_filled: tuple[weakref.ref[Cache], ...] = ()
+
+    def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Remember what a model of this thread is called with."""
+        if "output_hidden_states" in kwargs:
+            self.wants_hidden_states = bool(kwargs["output_hidden_states"])
+        for tensor in (*args[:1], kwargs.get("inputs_embeds"), kwargs.get("input_ids")):
+            if isinstance(tensor, torch.Tensor) and tensor.dim() in (2, 3):
+                self.shape = tensor.shape[0], tensor.shape[1]
+
+    def begin(self, model: Any, inputs: Any) -> None:
+        """Remember the caches that a model of this thread is called with, if they hold anything."""
+        if self._model() in (None, model):  # itself if the last pass was interrupted
+            self._model = weakref.ref(model)
+            self._came_filled = tuple(map(weakref.ref, filter(came_filled, iter_caches(inputs))))
+
+    def end(self, model: Any) -> None:
+        if self._model() is model:
+            del self._model, self._came_filled
+
+    def came_empty(self, cache: Cache) -> bool:
+        """True if this thread is in a pass, and the cache was empty when that began."""
+        is_in_pass = self._model() is not None
+        return is_in_pass and all(cache is not filled() for filled in self._came_filled)
