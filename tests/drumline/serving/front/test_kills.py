@@ -65,7 +65,7 @@ class Server:
         """The text of each choice of a request."""
         texts = [""] * body.get("n", 1)
         with self.open("/v1/completions", body) as answer:
-            lines = [line for line in answer if line.strip()]
+            lines = [line for line in answer if line.strip() and not line.startswith(b": ")]
         if body["stream"]:
             assert lines.pop() == b"data: [DONE]\n"
         for line in lines:
