@@ -205,13 +205,17 @@ def _watch(
 def _wait(
     process: subprocess.Popen[bytes], folder: str, deadline: float, suspended: SuspendedProcesses
 ) -> int:
-    """The reaper's exit status. It is asked to end what still runs a while after a failure."""
+    """The reaper's exit status. It is asked to end what still runs a while after a failure.
+
+    After one before the deadline that is no longer one, so that the failure is told as the cause.
+    """
     end_at, look_at = math.inf, time.monotonic() + timings.TIMINGS.suspended_poll_s
     while (now := time.monotonic()) < deadline:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(min(timings.TIMINGS.backend_poll_s, deadline - now))
         if end_at == math.inf and any("failure" in record for record in _records(folder).values()):
-            end_at = now + timings.TIMINGS.backend_grace_s
+            end_at = min(now + timings.TIMINGS.backend_grace_s, deadline)
+            deadline = max(deadline, end_at + timings.TIMINGS.reaper_exit_s)
         if now > end_at:
             _signal(process, signal.SIGTERM)
             end_at = deadline

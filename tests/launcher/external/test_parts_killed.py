@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import time
 
 import pytest
 
+from launcher.external import backend_launcher
+from launcher.external.suspended import SuspendedProcesses
+from launcher.records import json_values
 from launcher.system import linux
 
 
@@ -53,6 +57,16 @@ class Parts:
 
 def parent(pid):
     return linux.process_stat(pid).parent
+
+
+def test_a_rank_that_fails_shortly_before_the_deadline_is_the_cause_and_not_the_time(tmp_path):
+    """The command waited a while for the others, and then told the time alone."""
+    (tmp_path / "0.json").write_bytes(json_values.dumps({"failure": {}}).encode())
+    with subprocess.Popen(["sleep", "77"]) as process:
+        suspended = SuspendedProcesses(process.pid)
+        deadline = time.monotonic() + 0.1
+        status = backend_launcher._wait(process, str(tmp_path), deadline, suspended)
+    assert status == -signal.SIGTERM
 
 
 @pytest.fixture
