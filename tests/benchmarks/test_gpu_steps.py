@@ -3,8 +3,10 @@
 import itertools
 import re
 import shutil
+import subprocess
 import sys
 import tarfile
+import time
 from unittest.mock import ANY
 
 import pytest
@@ -63,9 +65,23 @@ def test_every_step_is_in_the_archive_before_the_next_begins(results):
     assert "exit 3" in logs(results)["third"]
 
 
+@pytest.fixture
+def limits_begin_with_output(results, monkeypatch):
+    """The time of a step begins with its first line, so that none is over before its shell runs."""
+    wait = subprocess.Popen.wait
+
+    def wait_after_output(process, timeout=None):
+        while not any(log.stat().st_size for log in results.folder.glob("*.log")):
+            time.sleep(0.01)
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait_after_output)
+
+
+@pytest.mark.usefixtures("limits_begin_with_output")
 def test_a_step_that_hangs_says_where_it_is_and_is_killed_with_its_children(results, tmp_path):
     say = "trap 'echo was here' INT; echo started"  # as pytest and ranks do
-    hangs = Step("hangs", f"{say}; (sleep 300; touch {tmp_path}/late) & sleep 300", 1)
+    hangs = Step("hangs", f"{say}; (sleep 300; touch {tmp_path}/late) & sleep 300", 0)
     assert not run_step(hangs, results)
     assert logs(results)["hangs"].splitlines() == ["started", "was here", ANY]
     assert "== hangs: exit -9 after" in logs(results)["hangs"]
