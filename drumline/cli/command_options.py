@@ -80,9 +80,10 @@ def _size(text: str, low: int = 0) -> str:
 def _plan(options: argparse.Namespace) -> None:
     from drumline.cli.show_plan import show_plan
     from drumline.errors import DrumlineError
+    from drumline.planner.memory import sizes_of_ranks
 
     num_ranks = options.ranks or len(options.memory)
-    memory = _memory_per_rank(options.memory, num_ranks)
+    memory = sizes_of_ranks(options.memory, num_ranks)
     assert memory is not None  # a required option
     sizes = (options.batch, options.length)
     speeds = (options.bandwidth, options.hop)
@@ -116,7 +117,9 @@ def generate_on_node(
     sizes: list[str] | None, arguments: tuple[Any, ...], settings: dict[str, Any]
 ) -> None:
     """Generate text in a rank of several nodes, of which each may have started another number."""
-    memory = _memory_per_rank(sizes, launcher.current().world_size)
+    from drumline.planner.memory import sizes_of_ranks
+
+    memory = sizes_of_ranks(sizes, launcher.current().world_size)
     call_by_name("drumline.cli.generate", "generate_text", (*arguments, memory), settings)
 
 
@@ -138,14 +141,12 @@ def _serve(options: argparse.Namespace) -> None:
     load_settings = _load_settings(options)
     worker = "drumline.serving.front.rank_worker"
     job = _job_of_nodes(options, f"{worker}:serve_front", worker, options.restarts)
-    if job is not None and memory:
-        memory = memory[job.node_rank * job.nprocs :][: job.nprocs]
-    arguments = (options.model, *endpoint, memory, *limits)
+    arguments = (options.model, *endpoint, options.memory if job else memory, *limits)
     settings |= map_options | load_settings
     with _sigterm_ends_well():
         if job is not None and job.node_rank:
-            sizes = (None, options.max_running)
-            work = ("", options.model, memory, *sizes, map_options, load_settings)
+            sizes = (None, None, options.max_running)
+            work = ("", (), job.node_rank, options.model, *sizes, map_options, load_settings)
             followed = (dataclasses.replace(job, args=work),)
             call_by_name("drumline.serving.front.rank_launch", "follow_front", followed, {})
         elif job is not None:
@@ -251,9 +252,13 @@ def _load_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_model(options: argparse.Namespace) -> list[str] | None:
-    """Raise for a folder without a model before a rank starts; return the memory of each rank."""
+    """Raise for a folder without a model before a rank starts; return the memory of each rank.
+
+    Of several machines the ranks say how many they are: this is None then.
+    """
     from drumline.checkpoint.json_files import check_has_config
     from drumline.contact.loading.hub import local_folder
+    from drumline.planner.memory import sizes_of_ranks
 
     world_size = launcher.current().world_size
     nnodes, node_rank = getattr(options, "nnodes", None) or 1, getattr(options, "node_rank", 0)
@@ -261,20 +266,9 @@ def _check_model(options: argparse.Namespace) -> list[str] | None:
     starts_ranks = world_size == 1 < options.ranks * nnodes
     if starts_ranks and node_rank == 0 and not is_gguf:  # or the files may be on another machine
         check_has_config(local_folder(options.model, options.revision), options.adapter)
-    return _memory_per_rank(options.memory, max(world_size, options.ranks * nnodes))
-
-
-def _memory_per_rank(sizes: list[str] | None, num_ranks: int) -> list[str] | None:
-    from drumline.errors import PlanError
-
-    if sizes is None or len(sizes) == num_ranks:
-        return sizes
-    if len(sizes) == 1:
-        return sizes * num_ranks
-    raise PlanError(
-        f"--memory has {len(sizes)} sizes for {num_ranks} ranks; give one size for each rank, or "
-        "one for all."
-    )
+    if nnodes > 1:
+        return None
+    return sizes_of_ranks(options.memory, max(world_size, options.ranks))
 
 
 def _on_ranks(

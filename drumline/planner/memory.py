@@ -113,6 +113,18 @@ def limit_memory(free_nbytes: Mapping[Place, int], max_memory: Memory | None) ->
     return sort_places(limits)
 
 
+def sizes_of_ranks(sizes: list[str] | None, num_ranks: int) -> list[str] | None:
+    """A size for each rank, of as many as there are ranks, or of one for all."""
+    if sizes is None or len(sizes) == num_ranks:
+        return sizes
+    if len(sizes) == 1:
+        return sizes * num_ranks
+    raise PlanError(
+        f"--memory has {len(sizes)} sizes for {num_ranks} ranks; give one size for each rank, or "
+        "one for all."
+    )
+
+
 def nbytes(size: int | str) -> int:
     """2 GiB as a number, from a number or "2GiB" (1024) or "2GB" (1000)."""
     if isinstance(size, int):

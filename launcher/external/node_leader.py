@@ -76,15 +76,16 @@ def _listening_addresses(address: str, port: int) -> list[str]:
 class NodeLeader:
     """The first node: waits for the others once, or if it stays, whenever ranks are started again.
 
-    It listens if the job has several nodes, and then needs the job's token. must_be_even: every
-    node has as many ranks. One thread at a time may use it. A leader that stays calls step() at
-    least every node_status_s. Raises OSError where it cannot listen or encrypt.
+    It listens if the job has several nodes, and then needs the job's token. One thread at a time
+    may use it. A leader that stays calls step() at least every node_status_s. Raises OSError where
+    it cannot listen or encrypt.
+
+    ranks_of_nodes: on each node, as it last came; 0 before.
     """
 
-    def __init__(self, job: Job, stays: bool = False, must_be_even: bool = True) -> None:
+    def __init__(self, job: Job, stays: bool = False) -> None:
         self.job, self.port = job, job.master_port or ports.NODES_PORT
         self.me = NodeDescription.of(0, job.nnodes, job.nprocs)
-        self._must_be_even = must_be_even
         self.selector = selectors.DefaultSelector()
         self._has_begun = False
         self._begun: list[int] = []  # the other nodes whose ranks were started last
@@ -94,7 +95,7 @@ class NodeLeader:
         self._silent_s = 3 * timings.TIMINGS.node_status_s if stays else math.inf
         self.nodes: dict[int, _NodeConnection] = {}
         self.gone: set[int] = set()  # the nodes that have heard that all have come
-        self._ranks = [0] * job.nnodes  # of each node that has come
+        self.ranks_of_nodes = [job.nprocs] + [0] * (job.nnodes - 1)
         self._numbered: dict[tuple[str, int], int] = {}  # host and pid, the oldest first
         self._authenticators: list[AuthenticatedListener] = []
         with contextlib.ExitStack() as opened:
@@ -207,7 +208,7 @@ class NodeLeader:
 
     def _values(self, launch_id: str, nodes: Sequence[int]) -> dict[str, Any]:
         """The facts about a launch over these nodes that each of them is told."""
-        ranks = [self.job.nprocs, *(self._ranks[node] for node in nodes if node)]
+        ranks = [self.ranks_of_nodes[node] for node in nodes]
         return {
             "launch_id": launch_id,
             "nnodes": len(ranks),
@@ -301,7 +302,7 @@ class NodeLeader:
             self._close(old)
         asks = node.nnodes == 0
         node = replace(node, node_rank=self._number(node)) if node.node_rank == ASKS else node
-        problem = self.me.difference(node, self._must_be_even) or self._problem(node)
+        problem = self.me.difference(node) or self._problem(node)
         answer = {"node_rank": node.node_rank, "nnodes": self.job.nnodes, "host": self.me.host}
         answer |= {"command": self.job.command} if asks else {}
         connection.send(**answer, problem=problem)
@@ -311,7 +312,7 @@ class NodeLeader:
             return self._drop(connection)
         connection.node = node
         self.nodes[node.node_rank] = connection
-        self._ranks[node.node_rank] = node.nprocs
+        self.ranks_of_nodes[node.node_rank] = node.nprocs
         self.gone.discard(node.node_rank)  # it comes again
         self._note_return(node, connection.address)
 

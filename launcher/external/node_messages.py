@@ -72,10 +72,9 @@ class NodeDescription:
     def __str__(self) -> str:
         return f"node {self.node_rank} (host {self.host})"
 
-    def difference(self, other: NodeDescription, must_be_even: bool) -> str:
+    def difference(self, other: NodeDescription) -> str:
         """The value in which the launches of two nodes differ; "" if they belong together."""
         names = {"version": "the version of drumline", "nnodes": "--nnodes"}
-        names |= {"nprocs": "-n"} if must_be_even else {}
         for field, name in names.items():
             here, there = getattr(self, field), getattr(other, field)
             if here != there and there != 0:

@@ -11,7 +11,7 @@ from launcher.external.node_leader import NodeLeader
 from launcher.job import Job
 
 
-def meet(job: Job, must_be_even: bool = False) -> Job:
+def meet(job: Job) -> Job:
     """The job of this node's ranks, once the nodes have all come to the first, at master_addr.
 
     Prints every few seconds which nodes are awaited. Raises LaunchTimeout at the deadline, which is
@@ -20,7 +20,7 @@ def meet(job: Job, must_be_even: bool = False) -> Job:
     limit_s = timings.TIMINGS.node_wait_s if job.timeout_s is None else job.timeout_s
     try:
         if job.node_rank == 0:
-            with contextlib.closing(NodeLeader(job, must_be_even=must_be_even)) as leader:
+            with contextlib.closing(NodeLeader(job)) as leader:
                 return leader.meet(limit_s)
         with contextlib.closing(NodeFollower(job)) as follower:
             attempt = follower.join(limit_s)

@@ -13,7 +13,7 @@ from drumline.errors import PlanError
 from drumline.serving.front.json_lines import messages, to_line
 
 
-def count(address: str, num_tokens: int) -> None:
+def count(address: str, _: object, num_tokens: int) -> None:
     """Send num_tokens tokens of each sequence, and then wait; rank 0 ends with its connection."""
     if launcher.current().rank:
         signal.pause()
@@ -29,7 +29,7 @@ def count(address: str, num_tokens: int) -> None:
                     connection.sendall(to_line(answer))
 
 
-def count_on_devices(address: str, num_tokens: int, file: str) -> None:
+def count_on_devices(address: str, _: object, num_tokens: int, file: str) -> None:
     """count() if there are devices for the ranks. file: their number, and that of ranks needed."""
     num_devices, num_needed = map(int, Path(file).read_text().split())
     world_size = launcher.current().world_size
@@ -37,4 +37,4 @@ def count_on_devices(address: str, num_tokens: int, file: str) -> None:
         raise RuntimeError("a device is gone")
     if world_size < num_needed:
         raise PlanError("the model does not fit.")
-    count(address, num_tokens)
+    count(address, _, num_tokens)

@@ -45,7 +45,7 @@ def serve_with_restarts(
 
     Each open request then goes on behind the tokens that it has. Returns when stopped. restarts: at
     most so many. job: of ranks that run serve_front(), without its arguments, on this node, the
-    first. memory: of these ranks. The others as in http_server.serve().
+    first. memory: of the ranks of all nodes, or one size. The others as in http_server.serve().
 
     Raises LaunchError if the ranks cannot load the model, and PeerLost when one is lost after the
     last restart, once every open request was answered with that error.
@@ -66,8 +66,8 @@ def serve_with_restarts(
         service.status.peers = [Peer.unpack(peer.encode()) for peer in info["peers"]]
 
     map_options = {"dtype": dtype, "device_map": device_map, "tp": tp}
-    sizes = (endpoint.max_length, max_running)
-    job = replace(job, args=(model_path, memory, *sizes, map_options, options))
+    sizes = (memory, endpoint.max_length, max_running)
+    job = replace(job, args=(job.node_rank, model_path, *sizes, map_options, options))
     with endpoint.listener, _restarting(scheduler, job, restarts, on_ready) as ranks:
         ranks.wait_until_ready()
         http_server.serve_requests(service, endpoint, log_requests, allowed_origins)

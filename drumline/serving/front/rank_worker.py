@@ -1,6 +1,7 @@
 """The ranks behind a front: rank 0 takes sequences from it, and sends their tokens.
 
-launcher.start(serve_front, nprocs=2, args=(address, "checkpoint", memory, 4096, 16, {}, {}))
+args = (address, [2], 0, "checkpoint", ["8GiB"], 4096, 16, {}, {})
+launcher.start(serve_front, nprocs=2, args=args)
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from coordinator import Coordinator, RankFailure
 from drumline.core.consistency import run_on_all_ranks
 from drumline.errors import PeerLost
+from drumline.planner.memory import sizes_of_ranks
 from drumline.serving import http_server
 from drumline.serving.front.json_lines import hang_up, messages, to_line
 from drumline.serving.front.remote_scheduler import Message
@@ -28,6 +31,8 @@ from drumline.strategies.with_model import read_model_tokenizer
 
 def serve_front(
     address: str,
+    ranks_of_nodes: Sequence[int],
+    node_rank: int,
     model_path: str,
     memory: list[str] | None,
     max_length: int | None,
@@ -37,23 +42,24 @@ def serve_front(
 ) -> None:
     """Load the model over all ranks, and generate what the front asks for until it leaves.
 
-    Collective. address: of the front's abstract socket (unix(7)) on rank 0's host. memory: of the
-    ranks of this host. max_length: rank 0's counts. map_options: dtype, device_map and tp. The
-    others as in http_server.serve().
+    Collective. address: of the front's abstract socket (unix(7)) on rank 0's host. ranks_of_nodes:
+    on all machines of the server, also those that are gone, of which this one is node_rank. memory:
+    of all these ranks, or one size. Rank 0 decides these two and max_length. map_options: dtype,
+    device_map and tp. The others as in http_server.serve().
 
-    Raises PeerLost when a rank is lost.
+    Raises PeerLost when a rank is lost, and PlanError where memory is not of so many ranks.
     """
     # The front decides when the ranks end, so that they do not obey the signal themselves.
     with http_server.handling_signals(signal.SIG_IGN), Coordinator() as coor:
         connection = run_on_all_ranks(coor, lambda: _connected(address, coor))
         length = coor.broadcast_object(max_length)
-        sizes = coor.allgather_object(memory and memory[coor.local_rank])
+        sizes = _memory_of_ranks(coor, ranks_of_nodes, node_rank, memory)
         with (
             connection or contextlib.nullcontext(),
             load(
                 model_path,
                 coor=coor,
-                max_memory=sizes if memory else None,
+                max_memory=sizes,
                 batch=max_running,
                 length=length,
                 disable_mmap=True,
@@ -66,6 +72,16 @@ def serve_front(
             limits = http_server.limits_for(model, length, max_running, sys.maxsize)
             read_tokenizer = functools.partial(read_model_tokenizer, model_path, **options)
             RankWorker(connection, coor, model, limits, read_tokenizer).run()
+
+
+def _memory_of_ranks(
+    coor: Coordinator, ranks_of_nodes: Sequence[int], node_rank: int, memory: list[str] | None
+) -> list[str] | None:
+    """The size of each rank that is here."""
+    counts, memory = coor.broadcast_object((ranks_of_nodes, memory))
+    sizes = sizes_of_ranks(memory, sum(counts))
+    numbers = coor.allgather_object(sum(counts[:node_rank]) + coor.local_rank)
+    return sizes and [sizes[number] for number in numbers]
 
 
 def _connected(address: str, coor: Coordinator) -> socket.socket | None:

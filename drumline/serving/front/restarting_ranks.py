@@ -14,8 +14,9 @@ import queue
 import secrets
 import socket
 import struct
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -38,7 +39,7 @@ class RestartingRanks:
     When ranks do not come up again, fewer are started: where a GPU or a host is gone, the rest may
     hold the model. If a plan says that they do not, that is the end.
 
-    job: what the ranks of this node run, as serve_front(), and its arguments without the address.
+    job: what the ranks of this node run, as serve_front(), and its arguments without the first two.
     Of several nodes it is the first, and the others run follow_front(). restarts: at most so often.
     on_ready(info): called with the first message of each rank 0.
     """
@@ -52,11 +53,7 @@ class RestartingRanks:
     ) -> None:
         self._leader = launcher.NodeLeader(job, stays=True)
         self._scheduler, self._job = scheduler, job
-        self._num_ranks, self._restarts, self._on_ready = (
-            job.nnodes * job.nprocs,
-            restarts,
-            on_ready,
-        )
+        self._restarts, self._on_ready = restarts, on_ready
         self._failed_starts, self._is_up = 0, False
         self._is_closed = threading.Event()
         self._was_ready: Future[None] = Future()
@@ -83,15 +80,15 @@ class RestartingRanks:
 
     def _serve(self) -> Exception | None:
         """Start ranks until the server is closed; or why no more are started."""
-        nodes, most, cause = list(range(self._job.nnodes)), self._num_ranks, ""
+        nodes, most, cause = list(range(self._job.nnodes)), sys.maxsize, ""
         for count in range(self._restarts + 1):
             self._scheduler.num_restarts = count
             num_ranks = most
             try:
-                nodes = self._gather(nodes)[: max(1, most // self._job.nprocs)]
+                nodes = self._gather(nodes)
                 if self._is_closed.is_set():
                     return None
-                num_ranks = min(most, len(nodes) * self._job.nprocs)
+                nodes, num_ranks = nodes_within(nodes, self._leader.ranks_of_nodes, most)
                 self._scheduler.num_missing_ranks = self._num_ranks - num_ranks
                 if count:
                     ranks = f"{num_ranks} of {self._num_ranks} ranks"
@@ -119,11 +116,16 @@ class RestartingRanks:
         limit_s = timings.TIMINGS.node_return_s if self._was_ready.done() else None
         return self._leader.gather(nodes, limit_s, self._is_closed.is_set)
 
+    @property
+    def _num_ranks(self) -> int:
+        """The ranks of all nodes that have ever come."""
+        return sum(self._leader.ranks_of_nodes)
+
     def _next_num_ranks(self, num_ranks: int) -> int:
         """All, unless so many have failed to come up STARTS times in a row; then one less."""
         if self._is_up:
             self._failed_starts = 0
-            return self._num_ranks
+            return sys.maxsize
         self._failed_starts += 1
         is_over = self._failed_starts % STARTS == 0
         return max(num_ranks - is_over, 1)
@@ -142,7 +144,8 @@ class RestartingRanks:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f"\0{address}")
             listener.listen()
-            job = replace(self._leader.begin(nodes), args=(address, *self._job.args))
+            arguments = (address, self._leader.ranks_of_nodes, *self._job.args)
+            job = replace(self._leader.begin(nodes), args=arguments)
             with (
                 launcher.Launch(replace(job, nprocs=min(num_ranks, job.nprocs))) as launch,
                 contextlib.closing(RankConnection(listener)) as connection,
@@ -177,6 +180,19 @@ class RestartingRanks:
         self._leader.step(0)
         is_lost = not reader.is_alive() or self._leader.has_lost_a_node()
         return is_lost or self._is_closed.wait(timings.TIMINGS.failure_poll_s)
+
+
+def nodes_within(
+    nodes: Sequence[int], ranks_of_nodes: Sequence[int], most: int
+) -> tuple[list[int], int]:
+    """The nodes with at most so many ranks together, the first in any case; and how many start."""
+    chosen: list[int] = []
+    num_ranks = 0
+    for node in nodes:
+        if not chosen or num_ranks + ranks_of_nodes[node] <= most:
+            chosen.append(node)
+            num_ranks += ranks_of_nodes[node]
+    return chosen, min(num_ranks, most)
 
 
 def _is_too_small(error: Exception) -> bool:

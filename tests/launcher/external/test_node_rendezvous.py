@@ -222,11 +222,6 @@ def leading(**values):
             thread.join()
 
 
-def test_where_all_nodes_need_as_many_ranks_another_number_is_named():
-    with leading():
-        assert "-n is 2 on node 0" in problem_of(NodeDescription.of(1, 3, 4))
-
-
 def test_nodes_are_numbered_as_they_come_and_a_number_that_was_left_is_given_again():
     def asks(pid, node_rank=ASKS):
         return answer_to(dataclasses.replace(NodeDescription.of(node_rank, 0, 0), pid=pid))

@@ -36,7 +36,9 @@ REQUESTS = [
 
 
 class Cluster:
-    """`drumline serve` on two hosts, and clients on the first."""
+    """`drumline serve` on two hosts, with one rank and with two, and clients on the first."""
+
+    ranks_there = 2
 
     def __init__(self, hosts, path, log, *options):
         self.hosts, self.nodes, self.log = hosts, {}, log
@@ -45,7 +47,8 @@ class Cluster:
         self.options += ["--port", "0", "--nnodes", "2", "--master-addr", hosts.addresses[0]]
 
     def start(self, node):
-        words = ["join", self.hosts.addresses[0]] if node else ["serve", *self.options]
+        join = ["join", self.hosts.addresses[0], "-n", str(self.ranks_there)]
+        words = join if node else ["serve", *self.options]
         self.nodes[node] = subprocess.Popen(
             self.hosts.command(node, [sys.executable, "-m", "drumline", *words]),
             stdout=subprocess.PIPE,
@@ -74,7 +77,8 @@ class Cluster:
         return out.stdout.decode()
 
     def complete(self, body):
-        lines = [line for line in self.curl("/v1/completions", body).splitlines() if line]
+        answer = self.curl("/v1/completions", body).splitlines()
+        lines = [line for line in answer if line.startswith("data: ")]  # others are comments
         assert lines.pop() == "data: [DONE]"
         parsed = [json.loads(line.removeprefix("data: ")) for line in lines]
         return "".join(message["choices"][0]["text"] for message in parsed)
@@ -282,14 +286,14 @@ def test_a_request_outlives_ranks_commands_and_links_of_both_hosts(hosts, cluste
             os.kill(cluster.ranks(node)[0], number)
             cluster.await_state(restarts, missing=0)
         cluster.nodes[1].kill()
-        cluster.await_state(5, missing=1)
+        cluster.await_state(5, missing=2)
         cluster.start(1)
         cluster.await_line("has come, and is in the next restart")
         assert cluster.metric("restarts_total") == 5
         os.kill(cluster.ranks(0)[0], signal.SIGKILL)
         cluster.await_state(6, missing=0)
         hosts.set_link(1, "down")
-        cluster.await_state(7, missing=1)
+        cluster.await_state(7, missing=2)
         hosts.set_link(1, "up")
         cluster.log.write_text("")
         cluster.await_line("has come, and is in the next restart")

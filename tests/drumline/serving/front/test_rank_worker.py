@@ -8,6 +8,7 @@ import pytest
 
 import drumline
 from coordinator import Coordinator
+from drumline.serving.front import rank_worker
 from drumline.serving.front.json_lines import hang_up, messages, to_line
 from drumline.serving.front.rank_worker import RankWorker
 from drumline.serving.front.remote_scheduler import RemoteScheduler
@@ -75,6 +76,25 @@ def ranks(path, scheduler):
             hang_up(front)
             for thread in threads:
                 thread.join()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "of_rank"), [("abcdef", "bcef"), ("a", "aaaa"), (None, None), ("ab", None)]
+)
+def test_each_rank_has_its_memory_where_machines_are_missing(ranks_or_errors, sizes, of_rank):
+    """Sizes were counted by equal numbers of ranks on all machines."""
+
+    def memory(info):
+        with Coordinator(info) as coor:
+            node, counts = (1, [1, 2, 1, 2]) if coor.rank < 2 else (3, ())
+            of_all = [*sizes] if sizes and coor.rank == 0 else None
+            return rank_worker._memory_of_ranks(coor, counts, node, of_all)
+
+    outcomes = ranks_or_errors(memory, 4, nodes=[2, 2])
+    if sizes == "ab":
+        assert all("2 sizes for 6 ranks" in str(outcome) for outcome in outcomes)
+    else:
+        assert outcomes == [of_rank and [*of_rank]] * 4
 
 
 def test_sequences_go_on_with_the_tokens_that_one_server_gives_them(plain, loaded):

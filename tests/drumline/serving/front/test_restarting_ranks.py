@@ -17,7 +17,7 @@ import launcher
 from drumline import timings
 from drumline.serving.front.rank_launch import follow_front
 from drumline.serving.front.remote_scheduler import RemoteScheduler
-from drumline.serving.front.restarting_ranks import RankConnection, RestartingRanks
+from drumline.serving.front.restarting_ranks import RankConnection, RestartingRanks, nodes_within
 from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import Generation, ServerBusy, ServingLimits
 from drumline.timings import ModelTimings
@@ -160,13 +160,22 @@ from launcher.authentication import launch_token
 from drumline.serving.front.rank_launch import follow_front
 work = launcher.Target("function", "tests.programs.counting_rank:count")
 place = {"nnodes": 2, "node_rank": 1, "master_port": int(sys.argv[1])}
-follow_front(launcher.Job(work, ("", 2), 1, token=launch_token.take(os.environ), **place))
+follow_front(launcher.Job(work, ("", (), 2), 2, token=launch_token.take(os.environ), **place))
 """
+
+
+@pytest.mark.parametrize(
+    ("most", "nodes", "num_ranks"),
+    [(9, [0, 1, 3], 6), (5, [0, 1], 5), (3, [0, 3], 3), (2, [0], 2), (1, [0], 1)],
+)
+def test_where_fewer_ranks_are_to_start_whole_nodes_are_left_out(most, nodes, num_ranks):
+    assert nodes_within([0, 1, 3], [2, 3, 4, 1], most) == (nodes, num_ranks)
 
 
 def test_a_node_that_is_gone_is_done_without_and_comes_in_with_a_restart(
     monkeypatch, capfd, kept_port
 ):
+    """The other node has another number of ranks than the first, and yet another after it."""
     quick = ModelTimings(node_return_s=0.5, ranks_end_s=0.5)
     monkeypatch.setattr(timings, "TIMINGS", quick)
     scheduler, infos = RemoteScheduler(LIMITS, print), queue.SimpleQueue()
@@ -185,8 +194,9 @@ def test_a_node_that_is_gone_is_done_without_and_comes_in_with_a_restart(
         other.kill()
         rank_0 = infos.get(timeout=60)["pid"]
         wait_for(posted, 2)
-        assert scheduler.num_missing_ranks == 1
-        follower = pool.submit(follow_front, job(count, "", 2, node_rank=1, **place))
+        assert scheduler.num_missing_ranks == 2
+        place["nprocs"] = 3
+        follower = pool.submit(follow_front, job(count, "", (), 2, node_rank=1, **place))
         until = time.monotonic() + 60
         while "is in the next restart" not in capfd.readouterr().err:
             assert time.monotonic() < until
