@@ -2,7 +2,7 @@
 
 DrumlineError
  |- PlanError              the model does not fit, or a device map names what is not there
- |- CheckpointError        a file or tensor is missing, surplus, truncated or of another shape
+ |- CheckpointError        a file or tensor is missing, truncated or of another shape
  |- StageError             a layer raised on the rank that owns it
  |- MissingPackage         a package of an extra is not installed, or too old
  |- RefusedUse             an option or a cache that a split model cannot take; nothing has run

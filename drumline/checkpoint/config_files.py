@@ -103,11 +103,10 @@ def remote_class(folder: Path, config: Any) -> type[Any] | None:
     It runs that code.
     """
     auto_map, names = getattr(config, "auto_map", None) or {}, config.architectures or ()
-    references = [str(reference) for key, reference in auto_map.items() if key != "AutoConfig"]
-    for reference in references:
-        if reference.rpartition(".")[2] in names:
-            return class_from_code(reference, folder)
-    return None
+    references = {key: str(value) for key, value in auto_map.items() if key != "AutoConfig"}
+    named = [ref for ref in references.values() if ref.rpartition(".")[2] in names]
+    reference = next(iter(named), None if names else references.get("AutoModelForCausalLM"))
+    return class_from_code(reference, folder) if reference else None
 
 
 def code_digest(folder: Path) -> str:

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from drumline.checkpoint.model_tensors import named_tensors
-from drumline.checkpoint.safetensors_index import Index, read_index
+from drumline.checkpoint.safetensors_index import Index
 from drumline.checkpoint.shard_plan import fills_exactly
 from drumline.checkpoint.weight_map import WeightMap, map_weights
 from drumline.contact.loading.weights import build_unfilled, load_placed, place_buffers
+from drumline.contact.safetensors_api import open_tensors
 from drumline.core.meta_init import model_building
 from drumline.errors import CheckpointError
 
@@ -29,25 +30,28 @@ def empty_model(
     index: Index,
     places: Mapping[str, str],
     dtype: torch.dtype,
+    warns: bool = True,
     **options: Any,
 ) -> tuple[Any, WeightMap]:
     """A model with its weights on meta, and the stored tensors that each of them is made of.
 
     Tied weights are tied, and the buffers that modules compute are real where `places` has a device
     for them. Raises NotStreamable for a model whose weights cannot be streamed, and CheckpointError
-    for tensors that are missing, surplus or of another shape or kind.
+    for tensors that are missing or of another shape or kind.
+
+    warns: let transformers report tensors that the model has no place for.
     """
     weight_maps: list[WeightMap] = []
 
     def match(model: Any) -> tuple[Iterable[str], Iterable[str]]:
         weight_maps.append(map_weights(model, index))
         _refuse_mismatches(path, dict(named_tensors(model)), weight_maps[0], index)
-        return weight_maps[0].missing, weight_maps[0].surplus
+        return weight_maps[0].missing, weight_maps[0].surplus if warns else ()
 
     with model_building(cls, _description(path)):
         model, report = build_unfilled(cls, config, dtype, match, **options)
         place_buffers(model, places)
-    _check(path, report, index, weight_maps[0].stored_as)
+    _check(path, report, index)
     return model, weight_maps[0]
 
 
@@ -57,17 +61,26 @@ def _description(path: str | Path) -> Path:
 
 
 def load_shard(
-    cls: type[Any], path: str | Path, places: Mapping[str, str], dtype: torch.dtype, **options: Any
+    cls: type[Any],
+    path: str | Path,
+    index: Index,
+    places: Mapping[str, str],
+    dtype: torch.dtype,
+    maps: bool = True,
+    warns: bool = True,
+    **options: Any,
 ) -> Any:
     """A model with the modules in `places` loaded on their devices, and all others on meta.
 
-    Read by transformers, which maps the files into memory: what it converts is there twice for a
-    while.
+    Read by transformers: what it converts is in memory twice for a while. maps: as in
+    CheckpointFiles. warns: as in empty_model.
     """
+    stored = open_tensors({name: Path(path, tensor.file) for name, tensor in index.items()}, maps)
     with model_building(cls, _description(path)):
-        model, report = load_placed(cls, path, places, dtype, **options)
+        model, report = load_placed(cls, path, stored, places, dtype, warns, **options)
+        stored.clear()  # a class of transformers' models keeps what loads it, and the files open
         place_buffers(model, places)
-    _check(path, report, read_index(path), {})
+    _check(path, report, index)
     if hasattr(model, "ct_decompress_hook"):
         _decompress(model)
     return model
@@ -103,14 +116,12 @@ def _refuse_mismatches(
         )
 
 
-def _check(
-    path: str | Path, report: Mapping[str, Any], index: Index, stored_as: Mapping[str, str]
-) -> None:
-    """Raise unless checkpoint and model have the same tensors."""
-    for kind in ("missing", "unexpected", "mismatched"):
+def _check(path: str | Path, report: Mapping[str, Any], index: Index) -> None:
+    """Raise unless the checkpoint has the tensors of the model."""
+    for kind in ("missing", "mismatched"):
         keys = [key if isinstance(key, str) else key[0] for key in report[f"{kind}_keys"] or ()]
         if keys:
-            stored_keys = [(key, index.get(stored_as.get(key, key))) for key in sorted(keys)[:5]]
+            stored_keys = [(key, index.get(key)) for key in sorted(keys)[:5]]
             places = [f"{key} in {stored.file}" if stored else key for key, stored in stored_keys]
             raise CheckpointError(
                 f"{path}: {len(keys)} tensors are {kind} ({', '.join(places)}), so the model would "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import math
 import mmap
 import operator
@@ -33,6 +34,8 @@ from drumline.checkpoint.json_files import (
 from drumline.core.shards import Region
 from drumline.errors import CheckpointError
 from launcher import linux
+
+log = logging.getLogger("drumline")
 
 TORCH_DTYPES = {info.safetensors: info.torch for info in DTYPES if info.safetensors}
 GIT_LFS_POINTER = int.from_bytes(b"version ", "little")  # what such a file begins with
@@ -86,10 +89,13 @@ class ComputedTensor(StoredTensor):
 Index = Mapping[str, StoredTensor]
 
 
-def read_index(path: str | Path) -> dict[str, StoredTensor]:
+def read_index(path: str | Path, warns: bool = False) -> dict[str, StoredTensor]:
     """Every tensor of a folder of .safetensors files (or of one file), by name.
 
-    Of several checkpoints in a folder, that which transformers takes.
+    Of several checkpoints in a folder, that which transformers takes. Of tensors that its listing
+    does not name, or names in another file, nothing is read.
+
+    warns: log how many these are.
     """
     folder = Path(path)
     chosen = None if folder.is_file() else _chosen_file(folder)
@@ -100,12 +106,17 @@ def read_index(path: str | Path) -> dict[str, StoredTensor]:
         files = [folder / name for name in sorted(set(listed.values()))]
     files = files or _files(folder)
     pairs = [pair for file in files for pair in _header(file)]
-    index = dict(pairs)
     if not listed:
         _check_distinct(folder, pairs)
-    absent = [name for name, file in listed.items() if getattr(index.get(name), "file", "") != file]
+        return dict(pairs)
+    index = {name: stored for name, stored in pairs if listed.get(name) == stored.file}
+    other = [f"{name} in {s.file}" for name, s in pairs if listed.get(name) != s.file]
+    if warns and other:
+        text = "%s: %d tensors are ignored, as the index does not place them where they are: %s"
+        log.warning(text, folder, len(other), ", ".join(other[:5]))
+    absent = listed.keys() - index.keys()
     if absent:
-        where = ", ".join(f"{name} in {listed[name]}" for name in absent[:5])
+        where = ", ".join(f"{name} in {listed[name]}" for name in sorted(absent)[:5])
         raise CheckpointError(
             f"{folder}: {len(absent)} tensors are missing from the files that the index says they "
             f"are in ({where}), so the model would be incomplete; copy the checkpoint again."

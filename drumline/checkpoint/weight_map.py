@@ -35,8 +35,6 @@ class WeightMap:
     slices: Mapping[str, tuple[SourceSlice, ...]]
     missing: frozenset[str]
     surplus: frozenset[str]
-    stored_as: Mapping[str, str]
-    """By name of a tensor, surplus ones too: the first key of what it is made of."""
 
 
 def map_weights(model: Any, index: Index) -> WeightMap:
@@ -58,8 +56,7 @@ def map_weights(model: Any, index: Index) -> WeightMap:
         plain.update(_convert(name, keys, mapping.conversion(keys), index))
     slices = {name: tuple(pieces) for name, pieces in plain.items() if name in state}
     missing, surplus = state.keys() - plain.keys(), plain.keys() - state.keys()
-    stored_as = {name: pieces[0].key for name, pieces in plain.items()}
-    return WeightMap(slices, frozenset(missing), frozenset(surplus), stored_as)
+    return WeightMap(slices, frozenset(missing), frozenset(surplus))
 
 
 def merge_tied_names(model: Any, slices: Mapping[str, tuple[SourceSlice, ...]]) -> dict[str, Any]:

@@ -24,14 +24,16 @@ KV_SHARING_FLAGS = ("is_kv_shared_layer", "store_full_length_kv")
 
 
 def model_class(config: Any) -> type[Any]:
-    """The class that wrote the checkpoint, by its name in config.json."""
+    """The class that wrote the checkpoint, by its name in config.json; else by its model type."""
     names = getattr(config, "architectures", None) or []
     for name in names if isinstance(names, list) else []:
         if cls := models.model_class_named(str(name)):
             return cls
+    if cls := models.model_class_of(config):
+        return cls
     raise CheckpointError(
-        f"config.json names the architectures {names}, none of which transformers "
-        f"{installed('transformers')} has, so no model can be built; pass the class as cls=."
+        f"config.json names the architectures {names} and the type {config.model_type!r}, and "
+        f"transformers {installed('transformers')} has no model for them; pass the class as cls=."
     )
 
 

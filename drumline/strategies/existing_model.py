@@ -107,7 +107,7 @@ def _fill(model: nn.Module, placed: DeviceMap, coor: Coordinator, path: Path) ->
     pieces = run_on_all_ranks(coor, lambda: model_tensors.sources_by_name(model, files.index))
     names = model_tensors.tied_names(model)
     everywhere = {name: pieces[first] for first in names for name in names[first]}
-    weight_map = WeightMap(everywhere, frozenset(), frozenset(), {})
+    weight_map = WeightMap(everywhere, frozenset(), frozenset())
     fill(model, weight_map, files, placed.places, None, coor, None)
     return files
 

@@ -72,7 +72,7 @@ def open_checkpoint(
 
         def read_files(folder: Path) -> Index:
             own.append(read_config(folder, options.adapter, code))
-            return read_index(folder)
+            return read_index(folder, warns=coor.is_master())
 
         files, text = share_index(
             coor, path, choose, lambda: read_descriptions(path, own[0]), read_files

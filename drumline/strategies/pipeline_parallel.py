@@ -138,7 +138,8 @@ def _build_empty(
         return None
     places = {"": "meta", **device_map.runs_on(rank)}
     try:
-        return empty_model(kind, source.path, source.config, source.index, places, dtype, **rest)
+        where = (kind, source.path, source.config, source.index, places, dtype)
+        return empty_model(*where, warns=rank == 0, **rest)
     except NotStreamable:
         return None
 
@@ -187,9 +188,8 @@ def _read(
             'the checkpoint there, and give no "disk" and no "cpu" next to an accelerator.'
         )
     places, options = {"": "meta", **device_map.of(rank)}, {"config": source.config, **rest}
-    if not source.maps:
-        options["disable_mmap"] = True
-    model = load_shard(checkpoint.kind, source.path, places, checkpoint.dtype, **options)
+    where = (checkpoint.kind, source.path, source.index, places, checkpoint.dtype)
+    model = load_shard(*where, maps=source.maps, warns=rank == 0, **options)
     check_unchanged(source.path, source.index)
     install_device_hooks(model, device_map, rank, None)
     return LoadedStage(model, device_map)

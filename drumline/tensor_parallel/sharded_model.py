@@ -77,6 +77,7 @@ def shard_checkpoint(
         files.index,
         {"": where},
         checkpoint.dtype,
+        warns=coor.rank == 0,
         **options.rest,
     )
     sources, files = checkpoint.with_adapter(model, merge_tied_names(model, weight_map.slices))

@@ -29,7 +29,6 @@ from drumline.checkpoint.safetensors_index import (
 from drumline.checkpoint.source import CheckpointFiles, share_index
 from drumline.contact.loading.configs import read_config
 from drumline.contact.loading.gguf_tables import (
-    language_model_name,
     names_by_stored,
     weight_processor,
 )
@@ -173,10 +172,7 @@ def _config(file: Path) -> Any:
         )
 
     with blamed_on_file(describe):
-        config = read_config(file.parent, gguf_file=file.name)
-        if not config.architectures:
-            config.architectures = [language_model_name(config)]
-        return config
+        return read_config(file.parent, gguf_file=file.name)
 
 
 def read_gguf_weights(source: CheckpointFiles, model: Any, dtype: torch.dtype) -> CheckpointFiles:

@@ -19,8 +19,3 @@ def weight_processor(architecture: str, fields: Mapping[str, Any]) -> Any:
 def names_by_stored(model: nn.Module, processor: Any) -> dict[str, str]:
     """The names of a model's tensors by those in the file; NotImplementedError if unknown."""
     return dict(api.get_gguf_hf_weights_map(model, processor))
-
-
-def language_model_name(config: Any) -> str:
-    """The name of the class of language models of this config; KeyError if there is none."""
-    return str(api.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__)

@@ -22,6 +22,18 @@ def model_class_named(name: str) -> type[Any] | None:
     return cls if isinstance(cls, type) and issubclass(cls, api.PreTrainedModel) else None
 
 
+def model_class_of(config: Any) -> type[Any] | None:
+    """The class that transformers' AutoModels make of this type of config; None if there is none.
+
+    That of language models before the others, as a checkpoint to generate with is the rule.
+    """
+    mappings = [api.MODEL_FOR_CAUSAL_LM_MAPPING, api.MODEL_FOR_MULTIMODAL_LM_MAPPING]
+    if config.is_encoder_decoder:
+        mappings = [api.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING]
+    kinds = next((m[type(config)] for m in [*mappings, api.MODEL_MAPPING] if type(config) in m), ())
+    return next(iter(kinds), None) if isinstance(kinds, (list, tuple)) else kinds
+
+
 def class_from_code(reference: str, folder: Path) -> type[Any]:
     """The class that Python files of a checkpoint define, which are run. reference: as auto_map."""
     cls: type[Any] = api.dynamic_module_utils.get_class_from_dynamic_module(reference, folder)

@@ -128,25 +128,30 @@ def _empty_report() -> Any:
 
 
 def load_placed(
-    cls: type[Any], path: Any, places: Mapping[str, str], dtype: torch.dtype, **options: Any
+    cls: type[Any],
+    path: Any,
+    stored: Mapping[str, Any],
+    places: Mapping[str, str],
+    dtype: torch.dtype,
+    warns: bool,
+    **options: Any,
 ) -> tuple[Any, Mapping[str, Any]]:
     """A model whose weights transformers reads to the device of their module, and a report.
 
+    stored: by name, what it reads in place of all that is in the files.
     places: devices by module, the innermost of which counts, and "meta" for none. What is not
     stored is on the CPU. A shape that is another is in the report.
+    warns: let transformers say which of the stored ones it did not use.
     """
 
-    def read(*args: Any) -> Any:
-        return cls._load_pretrained_model(*(_with_places(arg, places) for arg in args))
+    def read(model: Any, _: Any, files: Any, how: Any) -> Any:
+        how = dataclasses.replace(how, device_map=dict(places))
+        report, offloaded = cls._load_pretrained_model(model, dict(stored), files, how)
+        if not warns:
+            report.unexpected_keys = set()
+        return report, offloaded
 
     return _load(cls, read, path, dtype=dtype, ignore_mismatched_sizes=True, **options)
-
-
-def _with_places(argument: Any, places: Mapping[str, str]) -> Any:
-    """The argument; if it is how to load, with this device map."""
-    if dataclasses.is_dataclass(argument) and hasattr(argument, "device_map"):
-        return dataclasses.replace(argument, device_map=dict(places))  # type: ignore[type-var]
-    return argument
 
 
 def _load(
