@@ -39,6 +39,9 @@ class Unsupported(CommunicatorError, NotImplementedError):
         self.reasons = tuple(reasons)
 
 
+OF_WORK = (CommunicatorError, Unsupported)
+"""The errors of ranks of which another failed, see `Coordinator.run_on_all_ranks`."""
+
 AnyError = TypeVar("AnyError", bound=Exception)
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from coordinator.call_site import caller
-from coordinator.errors import CoordinatorError
+from coordinator.errors import CoordinatorError, RemoteError
 from coordinator.peers import Peer
 from coordinator.transport.group import ALL_RANKS, NOTHING, Exchange, pack_parts
 from coordinator.transport.object_codec import packed, unpacked, why_unsendable
-from coordinator.work_outcome import WorkOutcome, raise_first_failure
+from coordinator.work_outcome import ErrorClasses, WorkOutcome, raise_first_failure
 
 _new = tuple.__new__
 
@@ -28,13 +28,19 @@ class Collectives:
     def _exchange(self, name: str, exchange: Exchange, timeout_s: float | None) -> list[bytes]: ...
 
     def run_on_all_ranks(
-        self, work: Callable[[], Any], *, timeout_s: float | None = None
+        self,
+        work: Callable[[], Any],
+        *,
+        error_class: ErrorClasses = RemoteError,
+        timeout_s: float | None = None,
     ) -> list[Any]:
         """Run work() on every rank and return every rank's result, in order of rank. Collective.
 
         If it raises on one rank, all ranks raise: that rank its own exception; the others
         RemoteError with the exception's type, text and traceback, or PeerLost if work() failed
         everywhere only because ranks were lost. Results are values as those of broadcast_object.
+        error_class: raised in place of RemoteError: of several, the one that work() raised, by its
+        name, with its text; otherwise the first, with the text of RemoteError.
         The time that work() takes is not part of timeout_s, which begins when this rank has ended
         its own; the others wait at most so long.
         """
@@ -47,7 +53,7 @@ class Collectives:
             raise outcome.error
         self._check_sendable(packets[self.rank])
         outcomes = [WorkOutcome.unpacked(packet, self.ranks[self.rank]) for packet in packets]
-        raise_first_failure(outcomes, self.rank, self.peers)
+        raise_first_failure(outcomes, self.rank, self.peers, error_class)
         return [outcome.result for outcome in outcomes]
 
     def allgather_object(self, value: Any, *, timeout_s: float | None = None) -> list[Any]:

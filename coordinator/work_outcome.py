@@ -12,6 +12,9 @@ from coordinator.failure.group_failure import FailureRecord
 from coordinator.peers import Peer
 from coordinator.transport.object_codec import packed, unpacked, why_unsendable
 
+ErrorClasses = type[DrumlineError] | tuple[type[DrumlineError], ...]
+"""See `Collectives.run_on_all_ranks`."""
+
 
 @dataclass(frozen=True)
 class WorkOutcome:
@@ -67,7 +70,9 @@ def _printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def raise_first_failure(outcomes: Sequence[WorkOutcome], rank: int, peers: Sequence[Peer]) -> None:
+def raise_first_failure(
+    outcomes: Sequence[WorkOutcome], rank: int, peers: Sequence[Peer], classes: ErrorClasses
+) -> None:
     """Raise for the rank that failed, if one did: the same on all ranks that did not."""
     failed = [index for index, outcome in enumerate(outcomes) if outcome.error_type]
     if not failed:
@@ -82,4 +87,14 @@ def raise_first_failure(outcomes: Sequence[WorkOutcome], rank: int, peers: Seque
         raise PeerLost(f"{text}: {outcome.error_text}", lost)
     why = f" {outcome.error_type}: {outcome.error_text}" if outcome.is_ours else ""
     text = f"{text}:{why}" if why else f"{text}:\n{outcome.traceback}"
-    raise RemoteError(text, first, peer, outcome.error_type, outcome.error_text, outcome.traceback)
+    kind, own_text = outcome.error_type, outcome.error_text
+    error = RemoteError(text, first, peer, kind, own_text, outcome.traceback)
+    if classes is RemoteError:
+        raise error
+    offered = classes if isinstance(classes, tuple) else (classes,)
+    own_class = next((one for one in offered if one.__name__ == kind), None)
+    if own_class is None:
+        raise offered[0](text) from error
+    own_error = own_class(own_text if own_text.startswith("rank ") else f"{peer}: {own_text}")
+    own_error.__context__ = error  # says which rank is to blame
+    raise own_error from None

@@ -30,12 +30,13 @@ from communicator.calls import call_check, programs
 from communicator.calls.async_work import AsyncWork
 from communicator.calls.default_collectives import P2PCall, accumulator
 from communicator.calls.dtypes import SMALL_FLOATS
-from communicator.calls.failures import describe_late, describe_lost, report, run_on_all_ranks
+from communicator.calls.failures import describe_late, describe_lost, report
 from communicator.calls.programs import Buffer, CollectiveProgram, exchange, row
 from communicator.calls.scheduled_collectives import SubgroupCollectives
 from communicator.calls.schedules import Slice, parts
 from communicator.communicator import Communicator
 from communicator.errors import (
+    OF_WORK,
     CommunicatorError,
     CommunicatorTimeout,
     DrumlineError,
@@ -86,7 +87,7 @@ class Hierarchical(Backend):
         self._node_ranks = list(self._nodes[self._node])
         self._failures = self.coor.store("hierarchical failures")
         try:
-            run_on_all_ranks(self.coor, lambda: self._open_parts(network))
+            self.coor.run_on_all_ranks(lambda: self._open_parts(network), error_class=OF_WORK)
         except DrumlineError:
             self.close()
             raise

@@ -22,8 +22,7 @@ from communicator.backends.byte_streams import ByteStreams
 from communicator.calls.checked_calls import CheckedCalls
 from communicator.calls.default_collectives import P2PCall
 from communicator.calls.dtypes import Op
-from communicator.calls.failures import run_on_all_ranks
-from communicator.errors import DrumlineError, Unsupported
+from communicator.errors import OF_WORK, DrumlineError, Unsupported
 from communicator.interceptors.call_checker import CallChecker
 from coordinator import Coordinator
 
@@ -174,7 +173,9 @@ class PluginBackend(Backend):
             if self.agrees_in_init:
                 self._init(name, unique_id, options)
             else:
-                run_on_all_ranks(self.coor, lambda: self._init(name, unique_id, options))
+                self.coor.run_on_all_ranks(
+                    lambda: self._init(name, unique_id, options), error_class=OF_WORK
+                )
         except Exception:
             self.close()
             raise

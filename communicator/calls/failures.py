@@ -1,15 +1,13 @@
-"""Failed peers, for the errors of a communicator; and work that fails on all ranks or on none."""
+"""Failed peers, for the errors of a communicator."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
 
 from communicator import timings
-from communicator.errors import CommunicatorError, Unsupported
-from coordinator import Coordinator, CoordinatorError, FailureReason, RankFailure, RemoteError
+from coordinator import Coordinator, CoordinatorError, FailureReason, RankFailure
 
 
 def lost_peers(coor: Coordinator, wait_s: float = 0.0) -> tuple[RankFailure, ...]:
@@ -64,15 +62,3 @@ def report(coor: Coordinator, failure: RankFailure) -> None:
     """Let all ranks of the group know of a failure, if they share a Coordinator that is open."""
     with suppress(CoordinatorError):
         coor.report_failure(failure.rank, f"lost: {failure}")
-
-
-def run_on_all_ranks(coor: Coordinator, work: Callable[[], Any]) -> list[Any]:
-    """Every rank's result of work(). Collective. If it fails on one rank, it fails on all.
-
-    There with its own exception; elsewhere with Unsupported if it is that, or CommunicatorError.
-    """
-    try:
-        return coor.run_on_all_ranks(work)
-    except RemoteError as error:
-        kind = Unsupported if error.error_type == Unsupported.__name__ else CommunicatorError
-        raise kind(f"{coor.rank_name()}: {error.peer} failed: {error.error_text}") from error

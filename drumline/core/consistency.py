@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from coordinator import Coordinator, RemoteError
+from coordinator import Coordinator
 from drumline.contact.loading.configs import attention_of
 from drumline.contact.releases import installed
 from drumline.errors import CheckpointError, DrumlineError, PlanError
 
 T = TypeVar("T")
-OWN_ERRORS = {kind.__name__: kind for kind in (DrumlineError, PlanError, CheckpointError)}
+ErrorClasses = type[DrumlineError] | tuple[type[DrumlineError], ...]
+OWN_ERRORS = (CheckpointError, PlanError, DrumlineError)
 CONTEXT = (40, 80)
 """Characters shown of a text before and from where it begins to differ from another."""
 
@@ -78,25 +79,22 @@ def run_on_all_ranks(
     coor: Coordinator,
     work: Callable[[], T],
     *,
-    error_class: type[DrumlineError] = CheckpointError,
+    error_class: ErrorClasses = OWN_ERRORS,
     timeout_s: float | None = None,
 ) -> T:
     """Run local work on every rank; return this rank's result, or raise on all. Collective.
 
     The rank whose work fails raises its own exception; so do the others if it is one of ours, and
-    otherwise `error_class` with its text.
+    otherwise CheckpointError with its text.
     """
-    return run_and_share(
-        coor, work, lambda result: None, error_class=error_class, timeout_s=timeout_s
-    )[0]
+    return run_and_share(coor, work, lambda result: None, error_class, timeout_s)[0]
 
 
 def run_and_share(
     coor: Coordinator,
     work: Callable[[], T],
     summarize: Callable[[T], Any],
-    *,
-    error_class: type[DrumlineError] = CheckpointError,
+    error_class: ErrorClasses = OWN_ERRORS,
     timeout_s: float | None = None,
 ) -> tuple[T, list[Any]]:
     """Run as `run_on_all_ranks`; return also the summary of every rank's result. Collective.
@@ -109,12 +107,5 @@ def run_and_share(
         results.append(work())
         return summarize(results[0])
 
-    try:
-        summaries = coor.run_on_all_ranks(run, timeout_s=timeout_s)
-    except RemoteError as error:
-        if error.error_type not in OWN_ERRORS:
-            raise error_class(str(error)) from error
-        is_named = error.error_text.startswith("rank ")
-        text = error.error_text if is_named else f"{error.peer}: {error.error_text}"
-        raise OWN_ERRORS[error.error_type](text) from None
+    summaries = coor.run_on_all_ranks(run, error_class=error_class, timeout_s=timeout_s)
     return results[0], summaries

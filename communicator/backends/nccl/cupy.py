@@ -18,8 +18,8 @@ import torch
 from communicator.backend import Backend, Capabilities
 from communicator.calls.default_collectives import P2PCall
 from communicator.calls.dtypes import OPS, dtype_info
-from communicator.calls.failures import describe_lost, run_on_all_ranks
-from communicator.errors import CommunicatorError, CommunicatorTimeout, Unsupported
+from communicator.calls.failures import describe_lost
+from communicator.errors import OF_WORK, CommunicatorError, CommunicatorTimeout, Unsupported
 from coordinator import Coordinator
 
 SCORE = 150
@@ -51,7 +51,9 @@ class Cupy(Backend):
             unique_id = bytes(part & 0xFF for part in self._nccl.get_unique_id())
         unique_id = self.coor.broadcast(unique_id or None)
         signed = tuple(byte - 256 if byte > 127 else byte for byte in unique_id)
-        run_on_all_ranks(self.coor, lambda: self._bounded("start", lambda: self._join(signed)))
+        self.coor.run_on_all_ranks(
+            lambda: self._bounded("start", lambda: self._join(signed)), error_class=OF_WORK
+        )
 
     def _join(self, unique_id: tuple[int, ...]) -> None:
         with torch.cuda.device(self.device):

@@ -21,8 +21,13 @@ import torch
 from communicator import timings
 from communicator.backends.nccl.given_stream import is_capturing
 from communicator.calls.dtypes import dtype_info
-from communicator.calls.failures import run_on_all_ranks
-from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, Unsupported
+from communicator.errors import (
+    OF_WORK,
+    CommunicatorError,
+    CommunicatorTimeout,
+    DrumlineError,
+    Unsupported,
+)
 from coordinator import Coordinator
 
 LIBRARY = os.path.join(os.path.dirname(__file__), "_oneshot.so")
@@ -197,7 +202,7 @@ class Oneshot:
             except DrumlineError as error:
                 raise Unsupported(f"{self.coor.rank_name()}: {error}") from error
 
-        return run_on_all_ranks(self.coor, on_device)
+        return self.coor.run_on_all_ranks(on_device, error_class=OF_WORK)
 
     def _export_arena(self) -> dict[str, Any]:
         """Create this rank's arena; what peers need to map it."""

@@ -10,8 +10,7 @@ from typing import Protocol
 import torch
 
 from communicator.backends.nccl.nccl_library import NcclLibrary
-from communicator.calls.failures import run_on_all_ranks
-from communicator.errors import CommunicatorError, Unsupported
+from communicator.errors import OF_WORK, CommunicatorError, Unsupported
 from coordinator import Coordinator
 
 PAGE_BYTES = 4096  # NCCL_WIN_REQUIRED_ALIGNMENT
@@ -92,7 +91,7 @@ def _check_free_memory(comm: Allocating, nbytes: int) -> None:
                 "Ask for less, or free memory there."
             ) from error
 
-    run_on_all_ranks(comm.coor, try_alloc)
+    comm.coor.run_on_all_ranks(try_alloc, error_class=OF_WORK)
 
 
 class _Block:
