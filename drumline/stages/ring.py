@@ -8,14 +8,32 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from coordinator import Coordinator
 from drumline.core.group_monitor import GroupMonitor
 from drumline.errors import DrumlineError, PeerLost
 from drumline.stages.device_link import DeviceLink, keep_for_current_stream
 from drumline.stages.messages import Message, MessageChannel, MessageKind, OnPredicted
+
+
+class StageRing(Protocol):
+    """The way of messages through a stage, on one of the ranks that hold it.
+
+    hop: of the stage, by which programs know it. check_all_failed: return if a step failed on all
+    ranks of the stage, or raise PeerLost.
+    """
+
+    rank: int
+    hop: int
+    coor: Coordinator
+
+    def receive(self, on_predicted: OnPredicted | None = None) -> Message: ...
+    def send(self, message: Message) -> Any: ...
+    def check_all_failed(self, failure: str) -> None: ...
+    def close(self, error: BaseException | None = None) -> None: ...
 
 
 class Ring:
@@ -39,7 +57,8 @@ class Ring:
         on_device: Sequence[Any] = (),
     ):
         self.coor, self._resources = forward.coor, resources
-        self.rank, self.world_size = forward.rank, forward.world_size
+        self.rank = self.hop = forward.rank
+        self.world_size = forward.world_size
         self.layers_by_rank = layers_by_rank
         # The way back on the device ends first, lest a stage pass on what it could not receive.
         comms = [*reversed(on_device), forward, back]
@@ -74,6 +93,9 @@ class Ring:
             raise self._lost(self.previous.peer, error) from error
         finally:
             self.monitor.is_waiting = False
+
+    def check_all_failed(self, failure: str) -> None:
+        """Return: this rank is all of its stage."""
 
     def adopt(self, tensors: list[torch.Tensor]) -> None:
         """Let torch's current stream use what another thread has received."""

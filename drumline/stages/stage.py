@@ -1,4 +1,4 @@
-"""A rank that holds layers and runs them for the master."""
+"""A stage: the layers that one rank or a TP group holds, run for the master."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from drumline.stages import message_trace
 from drumline.stages.cuda_graphs import CudaGraphs
 from drumline.stages.messages import Message, MessageKind
 from drumline.stages.program import NOTHING, Program, StageRoute, StageStep
-from drumline.stages.ring import Ring
+from drumline.stages.ring import StageRing
 
 
 class StageCall:
@@ -99,10 +99,9 @@ class Stage:
     """Runs its steps of each program that passes, as graphs if given, and hands the rest on."""
 
     def __init__(
-        self, model: Any, ring: Ring, device: torch.device, graphs: CudaGraphs | None = None
+        self, model: Any, ring: StageRing, device: torch.device, graphs: CudaGraphs | None = None
     ):
         self.ring, self.rank, self.device, self.graphs = ring, ring.rank, device, graphs
-        self.hop = ring.rank  # by which programs know it
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
         self.caches = CacheRegistry(getattr(model, "config", None))
         self.routes: dict[int, StageRoute] = {}
@@ -145,6 +144,7 @@ class Stage:
         except Exception as error:
             own, step = self.ring.coor.peers[self.ring.coor.rank], self._current_step
             note = f"{own}: {step} raised {describe_with_traceback(error)}"
+            self.ring.check_all_failed(note)
             return replace(message, kind=MessageKind.ERROR, tensors=operands, note=note)
 
     def _run_captured(self, route: StageRoute, message: Message) -> Message | None:
@@ -224,7 +224,7 @@ class Stage:
         """The program of a message; its text comes with the first one."""
         if message.program not in self.routes:
             program = Program.from_json(message.text)
-            self.routes[message.program] = StageRoute(program, self.hop)
+            self.routes[message.program] = StageRoute(program, self.ring.hop)
         return self.routes[message.program]
 
     def _apply_operations(self, program: Program, message: Message) -> None:
@@ -249,7 +249,7 @@ class Stage:
             raise failures[0]
 
     def _scale_weight(self, rank: int, name: str, method: str, number: float) -> None:
-        if rank != self.hop:
+        if rank != self.ring.hop:
             return
         module, _, own_name = name.rpartition(".")
         weight = getattr(self.modules[module], own_name)

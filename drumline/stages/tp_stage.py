@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -104,64 +104,44 @@ class _BroadcastCommunicator:
         return self.comm.broadcast(frame, peer)
 
 
-class TpFollowerRing:
-    """The ring for a rank that does not lead its group: it receives from its leader only.
+class TpRing:
+    """The ring for a rank of a TP group: its leader passes on what comes, to the group too.
 
-    resources: the communicators and all that they stand on.
+    hop: of the stage. leaders: the ring of all groups' leaders; None on other ranks, or where there
+    is one group. resources: the communicators and all that they stand on.
     """
 
-    def __init__(self, group: StageGroup, resources: contextlib.ExitStack):
-        self.rank, self.coor = group.rank, group.coor
-        self.receive = group.receive
-        self._monitor, self._resources = group.monitor, resources
-
-    def send(self, message: Message) -> None:
-        """Nothing: the leader sends the same."""
-
-    def close(self, error: BaseException | None = None) -> None:
-        self._monitor.close()
-        self._resources.__exit__(type(error) if error else None, error, None)
-
-
-class TpLeaderRing:
-    """The ring for the leader of a group: it broadcasts to its group what it receives."""
-
-    def __init__(self, group: StageGroup, ring: Ring):
-        self.group, self.ring = group, ring
-        self.rank, self.coor = group.rank, ring.coor
-        self.send, self.close = ring.send, ring.close
+    def __init__(
+        self, group: StageGroup, hop: int, leaders: Ring | None, resources: contextlib.ExitStack
+    ):
+        self.group, self.hop, self.leaders = group, hop, leaders
+        self.rank, self.coor, self.check_all_failed = group.rank, group.coor, group.check_all_failed
+        self._resources = resources
 
     def receive(self, on_predicted: OnPredicted | None = None) -> Message:
-        message = self.ring.receive(on_predicted)
+        if self.leaders is None:
+            return self.group.receive(on_predicted)
+        message = self.leaders.receive(on_predicted)
         self.group.broadcast(message)
         return message
 
+    def send(self, message: Message) -> None:
+        """Pass a message on, if this rank leads its group: the leader sends for all."""
+        if self.leaders is not None:
+            self.leaders.send(message)
 
-class TpStage(Stage):
-    """A stage that several ranks compute together; a step that fails has to fail on all of them."""
-
-    def __init__(self, model: Any, ring: Any, device: torch.device, hop: int, group: StageGroup):
-        super().__init__(model, ring, device)
-        self.hop, self.group = hop, group
-
-    def _reply(self, message: Message) -> Message:
-        reply = super()._reply(message)
-        if reply.kind is MessageKind.ERROR:
-            self.group.check_all_failed(reply.note)
-        return reply
+    def close(self, error: BaseException | None = None) -> None:
+        self.group.monitor.close()
+        self._resources.__exit__(type(error) if error else None, error, None)
 
 
 class TpDriverRing:
-    """The ring for rank 0: the first stage is one like the others, and this rank leads it.
+    """The ring for rank 0: the first stage is one like the others, and this rank leads it."""
 
-    ring: over the leaders of all groups; None if there is one group.
-    """
-
-    def __init__(self, stage: TpStage, group: StageGroup, ring: Ring | None):
-        self.stage, self.group, self.ring = stage, group, ring
-        self.rank, self.coor = group.rank, group.coor
-        self.next = group.channel if ring is None else ring.next
-        self.close: Callable[..., None] = stage.ring.close if ring is None else ring.close
+    def __init__(self, stage: Stage, ring: TpRing):
+        self.stage, self.group, self.leaders = stage, ring.group, ring.leaders
+        self.rank, self.coor, self.close = ring.rank, ring.coor, ring.close
+        self.next = self.group.channel if self.leaders is None else self.leaders.next
 
     @torch.no_grad()  # and not inference_mode, as the results are the user's
     def send(self, message: Message) -> Message | None:
@@ -172,8 +152,8 @@ class TpDriverRing:
         # waits for all others.
         self.group.broadcast(message)
         reply = self.stage._reply(message)
-        if self.ring is not None and not self._ends_here(message):
-            return self.ring.send(reply)
+        if self.leaders is not None and not self._ends_here(message):
+            return self.leaders.send(reply)
         self.group.monitor.is_waiting = False
         return reply
 
@@ -182,22 +162,22 @@ class TpDriverRing:
         route = self.stage.routes.get(message.program)
         if route is None or route.program.operations != NOTHING:
             return False
-        return all(step.rank <= self.stage.hop for step in route.program.steps)
+        return all(step.rank <= self.stage.ring.hop for step in route.program.steps)
 
     def receive(self) -> Message:
-        assert self.ring is not None
-        return self.ring.receive()
+        assert self.leaders is not None
+        return self.leaders.receive()
 
     def adopt(self, tensors: list[torch.Tensor]) -> None:
-        if self.ring is not None:
-            self.ring.adopt(tensors)
+        if self.leaders is not None:
+            self.leaders.adopt(tensors)
 
     def leave(self, code: int) -> None:
         """Release every group, and close; returns once LEAVE has come round."""
         with contextlib.suppress(PeerLost, CoordinatorError):
             self.group.broadcast(Message(MessageKind.LEAVE, ints=[code]))
         try:
-            if self.ring is not None:
-                self.ring.release_stages(code)
+            if self.leaders is not None:
+                self.leaders.release_stages(code)
         finally:
             self.close()

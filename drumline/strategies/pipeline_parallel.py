@@ -36,11 +36,7 @@ from drumline.stages.ring import Ring
 from drumline.stages.stage import Stage
 from drumline.stages.stage_weights import LoadedStage, fill, on_disk
 from drumline.strategies.plan_inputs import collect_plan_inputs
-from drumline.strategies.serve_stage import (
-    open_device_communicators,
-    open_message_communicator,
-    serve_and_exit,
-)
+from drumline.strategies.serve_stage import open_ring_communicators, serve_and_exit
 
 log = logging.getLogger("drumline")
 
@@ -210,11 +206,8 @@ def connect_stages(
         return distribute(stage, None)
     device_map = stage.device_map
     with monitored_loading(coor, device_map.holds):
-        forward, back = [
-            stack.enter_context(open_message_communicator(coor, backend)) for _ in range(2)
-        ]
         device = torch.device(device_map.device_of(coor.rank))
-        on_device = open_device_communicators(coor, device, backend, stack)
+        forward, back, *on_device = open_ring_communicators(coor, device, backend, stack)
     layers_by_rank = {rank: device_map.holds(rank) for rank in range(coor.world_size)}
     ring = Ring(forward, back, layers_by_rank, stack.pop_all(), on_device=on_device)
     if coor.is_master():

@@ -34,12 +34,13 @@ from drumline.planner.model_profile import part_of_tensor, profile_model
 from drumline.planner.plan import plan
 from drumline.planner.token_memory import memory_of_model, shared_token_memory, with_tokens
 from drumline.stages.ring import Ring
+from drumline.stages.stage import Stage
 from drumline.stages.stage_weights import LoadedStage
-from drumline.stages.tp_stage import StageGroup, TpDriverRing, TpFollowerRing, TpLeaderRing, TpStage
+from drumline.stages.tp_stage import StageGroup, TpDriverRing, TpRing
 from drumline.strategies.opening import open_for_mesh
 from drumline.strategies.serve_stage import (
-    open_device_communicators,
     open_message_communicator,
+    open_ring_communicators,
     serve_and_exit,
 )
 from drumline.tensor_parallel.sharded_model import ShardedModel, shard_checkpoint
@@ -74,18 +75,15 @@ def load_pipeline_tp(path: str | Path, coor: Coordinator | None, options: LoadOp
         resources = stack.pop_all()
     hop = own_mesh.coordinate(replica.rank)["pp"] + 1
     layers_by_stage = {stage: device_map.holds(stage) for stage, _ in device_map.free_nbytes}
-    ring = None  # as on ranks that lead no group, or the only one
+    leaders = None  # as on ranks that lead no group, or the only one
     if ring_comms:
         forward, back, *on_device = ring_comms
-        ring = Ring(forward, back, layers_by_stage, resources, group.monitor, on_device)
-    receiver: Any = TpFollowerRing(group, resources)
-    if ring is not None and not replica.is_master():
-        receiver = TpLeaderRing(group, ring)
-    device = torch.device(sharded.device)
-    stage = TpStage(sharded.model.eval(), receiver, device, hop, group)
+        leaders = Ring(forward, back, layers_by_stage, resources, group.monitor, on_device)
+    ring, device = TpRing(group, hop, leaders, resources), torch.device(sharded.device)
+    stage = Stage(sharded.model.eval(), ring, device)
     if not replica.is_master():
         serve_and_exit(stage, replica)
-    driver = PipelineDriver(TpDriverRing(stage, group, ring), device)
+    driver = PipelineDriver(TpDriverRing(stage, ring), device)
     model = distribute(
         LoadedStage(driven, device_map, stats=stats), driver, _hops(driven, device_map)
     )
@@ -228,9 +226,7 @@ def _ring_comms(
     firsts = first_ranks(mesh)
     if len(firsts) == 1 or coor.rank not in firsts:
         return []
-    leaders = _split(coor, firsts, stack)
-    comms = [stack.enter_context(open_message_communicator(leaders, backend)) for _ in range(2)]
-    return comms + open_device_communicators(leaders, device, backend, stack)
+    return open_ring_communicators(_split(coor, firsts, stack), device, backend, stack)
 
 
 def _split(coor: Coordinator, ranks: tuple[int, ...], stack: contextlib.ExitStack) -> Coordinator:

@@ -26,6 +26,15 @@ def open_message_communicator(coor: Coordinator, backend: str | None) -> Communi
     return Communicator(coor, backend, timeout_s=TIMINGS.next_message_s, device_type="cpu")
 
 
+def open_ring_communicators(
+    coor: Coordinator, device: torch.device, backend: str | None, stack: contextlib.ExitStack
+) -> list[Communicator]:
+    """Forward and back, for messages; and two more between the ranks' devices, where there are
+    such. Collective."""
+    messages = [stack.enter_context(open_message_communicator(coor, backend)) for _ in range(2)]
+    return messages + open_device_communicators(coor, device, backend, stack)
+
+
 def open_device_communicators(
     coor: Coordinator, device: torch.device, backend: str | None, stack: contextlib.ExitStack
 ) -> list[Communicator]:

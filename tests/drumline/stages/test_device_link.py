@@ -14,7 +14,7 @@ from communicator import Communicator
 from drumline.stages import tp_stage
 from drumline.stages.device_link import DeviceLink
 from drumline.stages.ring import Ring
-from drumline.strategies import pipeline_parallel, pipeline_tp, serve_stage
+from drumline.strategies import pipeline_tp, serve_stage
 from tests.communicator.backends.nccl import cuda_on_cpu
 
 TWO = 2
@@ -32,8 +32,7 @@ def links(monkeypatch):
             comm.send = lambda tensor, peer, send=send: sent.append(tensor) or send(tensor, peer)
         return comms
 
-    for module in (pipeline_parallel, pipeline_tp):
-        monkeypatch.setattr(module, "open_device_communicators", open_all)
+    monkeypatch.setattr(serve_stage, "open_device_communicators", open_all)
     return sent
 
 

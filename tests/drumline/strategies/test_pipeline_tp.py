@@ -16,6 +16,7 @@ from drumline import Mesh, PlanError, StageError
 from drumline.core.group_monitor import GroupMonitor
 from drumline.stages import tp_stage
 from drumline.stages.messages import Message, MessageKind
+from drumline.stages.stage import Stage
 from drumline.stages.tp_stage import StageGroup
 from drumline.tensor_parallel import sharded_model
 from drumline.timings import ModelTimings
@@ -164,14 +165,14 @@ def test_a_step_that_fails_on_one_rank_of_a_tp_group_ends_the_model_and_names_it
 ):
     """The others of the group would wait in a sum that it never joins."""
     _, path = family("llama")
-    run_steps = tp_stage.TpStage._run
+    run_steps = Stage._run
 
     def run(self, route, message):
         if self.rank == 3:
             raise MemoryError("no memory on this rank alone")
         return run_steps(self, route, message)
 
-    monkeypatch.setattr(tp_stage.TpStage, "_run", run)
+    monkeypatch.setattr(Stage, "_run", run)
     monkeypatch.setattr(tp_stage, "TIMINGS", ModelTimings(step_agreement_s=0.5))
     with pytest.raises(launcher.LaunchError) as raised:
         on_master(path, 4, said, tp=2, device_map="auto")
