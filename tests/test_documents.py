@@ -314,7 +314,8 @@ def _source(name: str) -> str:
     """The text of a module, or of the __init__ of a package; nothing if it is neither."""
     path = ROOT.joinpath(*name.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    return file.read_text() if file.exists() else ""
+    files = [file, file.with_suffix(".pyi")]
+    return "".join(file.read_text() for file in files if file.exists())
 
 
 def test_what_pages_name_in_full_is_there_and_in_the_reference():

@@ -26,7 +26,6 @@ OPENERS = {
         "communicator/compile.py",
         "communicator/torch_backend.py",
     },
-    "drumline/compile_once": {"drumline/__init__.py"},
 }
 """Modules that lead to an optional part, when a name of it is asked for."""
 
