@@ -120,35 +120,22 @@ __all__ = [
     "time_scale",
 ]
 
-MODULES = {
-    "Credentials": "launcher.authentication.credentials",
-    "EncryptedSocket": "launcher.authentication.encryption",
-    "encryption_problem": "launcher.authentication.encryption",
-    "LENGTH": "launcher.authentication.framed_connection",
-    "SMALL": "launcher.authentication.framed_connection",
-    "ConnectionBroken": "launcher.authentication.framed_connection",
-    "FramedConnection": "launcher.authentication.framed_connection",
-    "NoMessage": "launcher.authentication.framed_connection",
-    "TruncatedMessage": "launcher.authentication.framed_connection",
-    "noop": "launcher.authentication.framed_connection",
-    "MAX_PENDING": "launcher.authentication.handshake",
-    "Answer": "launcher.authentication.handshake",
-    "AuthenticatedListener": "launcher.authentication.handshake",
-    "Handler": "launcher.authentication.handshake",
-    "Hello": "launcher.authentication.handshake",
-    "NotReady": "launcher.authentication.handshake",
-    "Rejected": "launcher.authentication.handshake",
-    "authenticate": "launcher.authentication.handshake",
-    "describe_encryption": "launcher.authentication.handshake",
-    "purpose_of": "launcher.authentication.handshake",
-    "Invitation": "launcher.external.node_follower",
-    "NodeFollower": "launcher.external.node_follower",
-    "ask_to_join": "launcher.external.node_follower",
-    "NodeLeader": "launcher.external.node_leader",
-    "Launch": "launcher.launch_handle",
-    "start": "launcher.launch_handle",
+NAMES_BY_MODULE = {
+    "launcher.authentication.credentials": "Credentials",
+    "launcher.authentication.encryption": "EncryptedSocket encryption_problem",
+    "launcher.authentication.framed_connection": (
+        "LENGTH SMALL ConnectionBroken FramedConnection NoMessage TruncatedMessage noop"
+    ),
+    "launcher.authentication.handshake": (
+        "MAX_PENDING Answer AuthenticatedListener Handler Hello NotReady Rejected "
+        "authenticate describe_encryption purpose_of"
+    ),
+    "launcher.external.node_follower": "Invitation NodeFollower ask_to_join",
+    "launcher.external.node_leader": "NodeLeader",
+    "launcher.launch_handle": "Launch start",
 }
-"""The module of each name that is imported when it is first asked for: that takes longer."""
+"""Names that are imported when they are first asked for, by their module: that takes longer."""
+MODULES = {name: module for module, names in NAMES_BY_MODULE.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
