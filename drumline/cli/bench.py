@@ -64,7 +64,7 @@ def bench(
         model_path,
         lambda model: (model, _measure_repeatedly(model, batch, prompt_tokens, new_tokens)),
         memory,
-        before=lambda: read_generator(model_path, prompt_tokens + new_tokens, **options),
+        before=lambda folder: read_generator(folder, prompt_tokens + new_tokens, **options),
         batch=batch,
         length=prompt_tokens + new_tokens,
         **options,

@@ -257,15 +257,16 @@ def _check_model(options: argparse.Namespace) -> list[str] | None:
     Of several machines the ranks say how many they are: this is None then.
     """
     from drumline.checkpoint.json_files import check_has_config
-    from drumline.contact.loading.hub import local_folder
+    from drumline.contact.loading.hub import is_hub_id
     from drumline.planner.memory import sizes_of_ranks
 
     world_size = launcher.current().world_size
     nnodes, node_rank = getattr(options, "nnodes", None) or 1, getattr(options, "node_rank", 0)
     is_gguf = options.gguf_file or Path(options.model).suffix == ".gguf"
     starts_ranks = world_size == 1 < options.ranks * nnodes
-    if starts_ranks and node_rank == 0 and not is_gguf:  # or the files may be on another machine
-        check_has_config(local_folder(options.model, options.revision), options.adapter)
+    is_folder = not is_gguf and not is_hub_id(options.model)
+    if starts_ranks and node_rank == 0 and is_folder:  # or the files may be on another machine
+        check_has_config(Path(options.model), options.adapter)
     if nnodes > 1:
         return None
     return sizes_of_ranks(options.memory, max(world_size, options.ranks))

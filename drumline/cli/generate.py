@@ -6,6 +6,7 @@ drumline generate --model DIR -n 2 --prompt "Once upon"
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,10 +40,10 @@ def generate_text(
     """
     prepared: list[tuple[Any, Any]] = []
 
-    def prepare() -> None:
-        tokenizer = read_model_tokenizer(model_path, **options)
+    def prepare(folder: Path) -> None:
+        tokenizer = read_model_tokenizer(folder, **options)
         inputs = _tokenize(tokenizer, prompt)
-        read_generator(model_path, inputs["input_ids"].shape[1] + max_new_tokens, **options)
+        read_generator(folder, inputs["input_ids"].shape[1] + max_new_tokens, **options)
         prepared.append((tokenizer, inputs))
 
     (model, summary), peaks = with_model(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.cli import plan_pictures
+from drumline.contact.loading.hub import local_folder
 from drumline.core.device_map import format_nbytes
 from drumline.planner import model_profile
 from drumline.planner.cost_model import PassShape, estimate, ring_passes, uniform_speeds
@@ -41,7 +42,8 @@ def show_plan(
     html, png: files for pictures of the map. options: of `load`.
     """
     request = LoadOptions(**options)
-    config, kind = describe_checkpoint(model_path, request)
+    folder = local_folder(model_path, request.revision, request.gguf_file)
+    config, kind = describe_checkpoint(folder, request)
     torch_dtype = checkpoint_dtype(dtype, config)
     model, weights = model_on_meta(kind, config, torch_dtype, request)
     for_tokens = token_memory(kind, config, torch_dtype, weights, batch, length)

@@ -7,7 +7,7 @@ config = run_on_all_ranks(coor, lambda: read_config("checkpoint"))
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -37,7 +37,11 @@ def model_facts(model: Any, dtype: torch.dtype) -> dict[str, str]:
 
 def check_same_on_all_ranks(coor: Coordinator, facts: Mapping[str, str]) -> None:
     """Raise on every rank, naming fact and rank, unless all have equal facts. Collective."""
-    facts_by_rank = coor.allgather_object(dict(facts))
+    check_same(coor, coor.allgather_object(dict(facts)))
+
+
+def check_same(coor: Coordinator, facts_by_rank: Sequence[Mapping[str, str]]) -> None:
+    """Raise as check_same_on_all_ranks, over facts that have been shared already."""
     for rank, other in enumerate(facts_by_rank):
         for name, first in facts_by_rank[0].items():
             if other[name] != first:

@@ -82,7 +82,7 @@ def distribute(
     remote: module to the hop of the ring that runs it; those that are not on rank 0 if not given.
     """
     model, device_map, kind = stage.model, stage.device_map, type(stage.model)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_plain_class": kind}
     model.__class__ = type(kind.__name__, (DistributedModel, kind), names)
     model.device_map, model.loaded = device_map, stage.stats
     model._driver, model._prefetcher = driver, stage.prefetcher

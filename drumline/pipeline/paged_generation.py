@@ -156,7 +156,7 @@ class BatchedRanks:
         model, device_map, num_layers = self.model, self.model.device_map, Counter(kinds)
         modules, parts = dict(model.named_modules()), [ModulePart(n, 0) for n in device_map.places]
         memory = token_memory(
-            _plain_class(model), model.config, model.dtype, ModelProfile(tuple(parts)), 1, page_size
+            model._plain_class, model.config, model.dtype, ModelProfile(tuple(parts)), 1, page_size
         )
         if memory.error:
             raise DrumlineError(
@@ -185,14 +185,6 @@ class BatchedRanks:
             tokens = getattr(config, "max_position_embeddings", None) or MAX_UNTOLD_TOKENS
         num_blocks = -(-int(tokens) // int(settings.page_size)) + 1
         return 2 * num_blocks * int(settings.max_requests_per_batch)
-
-
-def _plain_class(model: Any) -> type[Any]:
-    """The class of a model before it was spread over ranks."""
-    kind: type[Any] = type(model)
-    while issubclass(kind, PagedGenerationMixin):
-        kind = kind.__bases__[-1]
-    return kind
 
 
 def tried_manager(
@@ -254,6 +246,7 @@ class PagedGenerationMixin:
 
     _driver: PipelineDriver | None
     _prefetcher: Any
+    _plain_class: type[Any]
     config: Any
 
     @cached_property

@@ -22,8 +22,7 @@ from coordinator import Coordinator, RankFailure
 from drumline import timings
 from drumline.checkpoint.config_files import read_generation_config
 from drumline.contact.loading.configs import response_template
-from drumline.contact.loading.hub import is_hub_id, local_folder
-from drumline.core.consistency import run_on_all_ranks
+from drumline.contact.loading.hub import is_hub_id
 from drumline.errors import CheckpointError, DrumlineError, PeerLost
 from drumline.serving.sampling import SAMPLING_FIELDS
 from drumline.serving.scheduler import ServingLimits
@@ -68,23 +67,17 @@ def serve(
     Raises PeerLost when a rank is lost, after every open request was answered with that error.
     """
     with Coordinator() as coor:
-        folder_on_all_ranks(coor, model_path, options.get("revision"), options.get("gguf_file"))
 
-        def prepare() -> tuple[int, Endpoint | None]:
-            if not coor.is_master():  # the files may be on rank 0 alone
-                return 0, None
-            endpoint = Endpoint.open(
-                model_path, host, port, key_file, max_length, chat_template, options
-            )
-            return endpoint.max_length, endpoint
+        def prepare(folder: Path) -> Endpoint:  # on rank 0, which alone may have the files
+            return Endpoint.open(folder, host, port, key_file, max_length, chat_template, options)
 
-        length, endpoint = run_on_all_ranks(coor, prepare)
-        length = coor.broadcast_object(length)
+        folder, endpoint = folder_on_all_ranks(coor, model_path, options, prepare)
+        length = coor.broadcast_object(endpoint and endpoint.max_length)
         with (
             # Rank 0 decides when the others end, so that they do not obey the signal themselves.
             endpoint.listener if endpoint else handling_signals(signal.SIG_IGN),
             load(
-                model_path,
+                folder,
                 device_map,
                 coor,
                 max_memory=memory,
@@ -130,7 +123,7 @@ class Endpoint:
     @classmethod
     def open(
         cls,
-        model_path: str,
+        folder: str | Path,
         host: str,
         port: int,
         key_file: str | None,
@@ -141,13 +134,12 @@ class Endpoint:
         """Raises DrumlineError for what cannot be served; the arguments are those of serve()."""
         _check_packages()
         key = _read_key(host, key_file)
-        config = _decoder_config(model_path, options)
+        config = _decoder_config(folder, options)
         length = _length(config, max_length)
-        tokenizer = read_model_tokenizer(model_path, **options)
+        tokenizer = read_model_tokenizer(folder, **options)
         tokenizer = _with_template(tokenizer, chat_template)
-        _check_template(model_path, tokenizer.chat_template)
-        tokenizer.response_template = _response_template(model_path, tokenizer, config)
-        folder = local_folder(model_path, options.get("revision"), options.get("gguf_file"))
+        _check_template(folder, tokenizer.chat_template)
+        tokenizer.response_template = _response_template(folder, tokenizer, config)
         sampling = read_sampling_defaults(folder)
         return cls(tokenizer, _bound(host, port), key, length, sampling)
 
@@ -178,13 +170,13 @@ def _with_template(tokenizer: Any, template: str | None) -> Any:
     return tokenizer
 
 
-def _check_template(model_path: str, template: Any) -> None:
+def _check_template(folder: str | Path, template: Any) -> None:
     """Raise CheckpointError unless a template is text: requests would be blamed for it."""
     templates = [*template.values()] if isinstance(template, dict) else [template]
     for text in templates:
         if text is not None and not isinstance(text, str):
             raise CheckpointError(
-                f"{model_path} has chat_template={text!r:.60} in its tokenizer_config.json, which "
+                f"{folder} has chat_template={text!r:.60} in its tokenizer_config.json, which "
                 "is not a text; copy it again, or give another one: --chat-template FILE."
             )
 
@@ -235,7 +227,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _response_template(model_path: str, tokenizer: Any, config: Any) -> Any:
+def _response_template(folder: str | Path, tokenizer: Any, config: Any) -> Any:
     """The template that tells calls and reasoning apart in answers; None if there is none."""
     tokenizer.response_template = response_template(tokenizer, config.model_type)
     try:
@@ -243,7 +235,7 @@ def _response_template(model_path: str, tokenizer: Any, config: Any) -> Any:
             tokenizer.get_response_parser(prefix="")
     except Exception as error:  # each of its fields is checked in a way of its own
         raise CheckpointError(
-            f"{model_path} has a response_template in its tokenizer_config.json that cannot be "
+            f"{folder} has a response_template in its tokenizer_config.json that cannot be "
             f"used ({error}), so calls of tools could not be told from text; copy it again, or "
             "remove it."
         ) from error
@@ -259,11 +251,11 @@ def read_sampling_defaults(folder: str | Path) -> dict[str, float]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _decoder_config(model_path: str, options: Mapping[str, Any]) -> Any:
-    config = read_generator(model_path, **options)
+def _decoder_config(folder: str | Path, options: Mapping[str, Any]) -> Any:
+    config = read_generator(folder, **options)
     if config.is_encoder_decoder:
         raise DrumlineError(
-            f"rank 0: {model_path} is an encoder-decoder, but OpenAI's API continues prompts; "
+            f"rank 0: {folder} is an encoder-decoder, but OpenAI's API continues prompts; "
             "serve a decoder, or call generate() in a script of your own."
         )
     return config

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,7 +32,7 @@ from drumline.checkpoint.source import (
 from drumline.contact.loading.configs import generation_settings_from_fields
 from drumline.contact.loading.hub import is_hub_id, local_folder
 from drumline.core.consistency import (
-    check_same_on_all_ranks,
+    check_same,
     run_and_share,
     run_on_all_ranks,
 )
@@ -40,6 +40,8 @@ from drumline.core.mesh import Mesh
 from drumline.errors import CheckpointError, DrumlineError, PlanError
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.model_profile import model_class
+
+T = TypeVar("T")
 
 ChooseReaders = Callable[[], Sequence[int]]
 """By rank, the rank that reads for it."""
@@ -60,15 +62,16 @@ def open_checkpoint(
     Raises CheckpointError on every rank if rank 0 has no files, or any file is incomplete, and
     PlanError for options that the model does not have.
     """
-    generation, adapter = None, None
-    path = folder_on_all_ranks(coor, path, options.revision, options.gguf_file)
+    fields, generation, adapter, code = None, None, None, options.trust_remote_code
+    own: list[Any] = []
+    path, readers = _find_files(coor, path, options)
     if file := gguf_path(path, options.gguf_file):
         files: CheckpointFiles = weight_format("gguf_file").find_gguf(coor, file)
+        own.append(files.config)
     else:
-        if code := options.trust_remote_code:
-            allow_code(coor, Path(path))
-        choose = choose_readers or _readers_with_files(coor, Path(path), options)
-        own: list[Any] = []
+        if code:
+            allow_code(coor, path)
+        choose = choose_readers or (lambda: readers)
 
         def read_files(folder: Path) -> Index:
             own.append(read_config(folder, options.adapter, code))
@@ -78,33 +81,59 @@ def open_checkpoint(
             coor, path, choose, lambda: read_descriptions(path, own[0]), read_files
         )
         fields, generation = json.loads(text)
-        config = run_on_all_ranks(coor, lambda: own[0] if own else _config_of(path, fields, code))
-        files = replace(files, config=config)
     if options.adapter is not None:
         adapter, files = weight_format("lora_adapter").find_adapter(coor, options.adapter, files)
-    config = choose_config(files.config, options.config)
-    check_same_on_all_ranks(coor, {"config": config.to_json_string()})
+    config, texts = run_and_share(
+        coor,
+        lambda: choose_config(own[0] if own else _config_of(path, fields, code), options.config),
+        lambda config: {"config": config.to_json_string()},
+    )
+    check_same(coor, texts)
     maps = not (options.disable_mmap or options.shards_layers)  # shards are read, as documented
     files = replace(files, config=config, maps=maps)
     return run_on_all_ranks(coor, lambda: _described(files, generation, adapter, options))
 
 
 def folder_on_all_ranks(
-    coor: Coordinator, path: str | Path, revision: str | None = None, gguf: str | None = None
-) -> Path:
-    """The folder of a checkpoint, which machines other than rank 0's may lack. Collective.
+    coor: Coordinator,
+    path: str | Path,
+    options: Mapping[str, Any],
+    use: Callable[[Path], T],
+) -> tuple[Path, T | None]:
+    """The folder of a checkpoint, and on rank 0 what `use` makes of it. Collective.
 
-    What rank 0 has to fetch from the Hub, it downloads for as long as it takes. Raises as
-    local_folder on every rank.
+    It is that of rank 0 if it was fetched from the Hub, for as long as it takes, and other machines
+    may lack it. options: of `load`. Raises what local_folder and `use` raise, on every rank.
     """
-    fetches = coor.is_master() and is_hub_id(path)
-    _, folders = run_and_share(
-        coor,
-        lambda: local_folder(path, revision, gguf) if fetches else None,
-        lambda folder: folder and str(folder),
-        timeout_s=timings.TIMINGS.load_s,
+
+    def fetch() -> tuple[Path | None, T | None]:
+        if not coor.is_master():
+            return None, None
+        folder = local_folder(path, options.get("revision"), options.get("gguf_file"))
+        return folder if is_hub_id(path) else None, use(folder)
+
+    (_, result), folders = run_and_share(
+        coor, fetch, lambda pair: pair[0] and str(pair[0]), timeout_s=timings.TIMINGS.load_s
     )
-    return Path(folders[0] or path)
+    return Path(folders[0] or path), result
+
+
+def _find_files(
+    coor: Coordinator, path: str | Path, options: LoadOptions
+) -> tuple[Path, list[int]]:
+    """The folder of a checkpoint, and by rank which rank reads for it: itself if it has the files,
+    else rank 0. Collective."""
+    fetches = coor.is_master() and is_hub_id(path)
+
+    def look() -> tuple[str, bool]:
+        folder = local_folder(path, options.revision, options.gguf_file) if fetches else Path(path)
+        return str(folder) if fetches else "", _has_files(folder, options)
+
+    _, looks = run_and_share(coor, look, list, timeout_s=timings.TIMINGS.load_s)
+    folder, has_files = Path(looks[0][0] or path), [has for _, has in looks]
+    if looks[0][0]:  # which the others did not look into
+        has_files = coor.allgather_object(_has_files(folder, options))
+    return folder, [rank if has else 0 for rank, has in enumerate(has_files)]
 
 
 def open_for_mesh(
@@ -143,7 +172,6 @@ def read_descriptions(path: str | Path, config: Any) -> bytes:
 
 def describe_checkpoint(path: str | Path, options: LoadOptions) -> tuple[Any, type[Any]]:
     """The config and the class of a checkpoint, as open_checkpoint finds them."""
-    path = local_folder(path, options.revision, options.gguf_file)
     if file := gguf_path(path, options.gguf_file):
         config = weight_format("gguf_file").read_gguf_config(file)
     else:
@@ -169,15 +197,12 @@ def checkpoint_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtyp
     return resolved
 
 
-def _readers_with_files(coor: Coordinator, folder: Path, options: LoadOptions) -> ChooseReaders:
-    """Each rank reads that has the files, and rank 0 for the others. Collective."""
+def _has_files(folder: Path, options: LoadOptions) -> bool:
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
     needed = [folder / "config.json"]
     if options.adapter is not None:
         needed.append(Path(options.adapter, ADAPTER_FILE))
-    has_files = coor.allgather_object(bool(weights) and all(file.is_file() for file in needed))
-    readers = [rank if has else 0 for rank, has in enumerate(has_files)]
-    return lambda: readers
+    return bool(weights) and all(file.is_file() for file in needed)
 
 
 def _config_of(path: str | Path, fields: Any, code: bool) -> Any:

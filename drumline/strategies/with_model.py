@@ -8,6 +8,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -15,8 +16,6 @@ import torch
 from coordinator import Coordinator
 from drumline.checkpoint.config_files import read_tokenizer
 from drumline.checkpoint.json_files import gguf_path
-from drumline.contact.loading.hub import local_folder
-from drumline.core.consistency import run_on_all_ranks
 from drumline.core.device_map import format_nbytes
 from drumline.errors import DrumlineError, WorkerExit
 from drumline.planner.load_options import LoadOptions
@@ -28,7 +27,7 @@ Peaks = list[dict[str, int]]
 """By rank: the most bytes of each of its devices that it held at a time."""
 
 
-def read_generator(path: str, num_tokens: int = 0, **options: Any) -> Any:
+def read_generator(path: str | Path, num_tokens: int = 0, **options: Any) -> Any:
     """The config of a model that generates text, so many tokens with the prompt.
 
     options: of `load`.
@@ -50,11 +49,10 @@ def read_generator(path: str, num_tokens: int = 0, **options: Any) -> Any:
     return config
 
 
-def read_model_tokenizer(path: str, **options: Any) -> Any:
+def read_model_tokenizer(path: str | Path, **options: Any) -> Any:
     """The tokenizer of a model. options: of `load`."""
     request = LoadOptions(**options)
-    folder = local_folder(path, request.revision, request.gguf_file)
-    return read_tokenizer(gguf_path(folder, request.gguf_file) or folder, request.trust_remote_code)
+    return read_tokenizer(gguf_path(path, request.gguf_file) or path, request.trust_remote_code)
 
 
 def num_positions(config: Any) -> int:
@@ -67,19 +65,18 @@ def with_model(
     path: str,
     work: Callable[[Any], T],
     memory: Memory | None = None,
-    before: Callable[[], Any] = lambda: None,
+    before: Callable[[Path], Any] = lambda folder: None,
     **options: Any,
 ) -> tuple[T, Peaks]:
     """The result of work(model) on the master, and the peaks of all ranks. Collective.
 
     The other ranks serve, and end with WorkerExit as they do in load, which takes the options.
-    before: called on the master, before anything is loaded.
+    before: called on the master with the folder of the model, before anything is loaded.
     """
     with Coordinator() as coor:
-        folder_on_all_ranks(coor, path, options.get("revision"), options.get("gguf_file"))
-        run_on_all_ranks(coor, lambda: before() if coor.is_master() else None)
+        folder, _ = folder_on_all_ranks(coor, path, options, before)
         try:
-            with load(path, coor=coor, max_memory=memory, **options) as model:
+            with load(folder, coor=coor, max_memory=memory, **options) as model:
                 result = _closing_with_its_code(model, work)
         except WorkerExit as served:
             if not served.code:

@@ -12,6 +12,7 @@ from typing import Any
 
 import launcher
 from coordinator import Peer
+from drumline.contact.loading.hub import local_folder
 from drumline.core.device_map import DeviceMap
 from drumline.errors import DrumlineError
 from drumline.serving import http_server
@@ -50,8 +51,9 @@ def serve_with_restarts(
     Raises LaunchError if the ranks cannot load the model, and PeerLost when one is lost after the
     last restart, once every open request was answered with that error.
     """
+    folder = str(local_folder(model_path, options.get("revision"), options.get("gguf_file")))
     endpoint = http_server.Endpoint.open(
-        model_path, host, port, key_file, max_length, chat_template, options
+        folder, host, port, key_file, max_length, chat_template, options
     )
     from drumline.serving.app import Service
 
@@ -67,7 +69,7 @@ def serve_with_restarts(
 
     map_options = {"dtype": dtype, "device_map": device_map, "tp": tp}
     sizes = (memory, endpoint.max_length, max_running)
-    job = replace(job, args=(job.node_rank, model_path, *sizes, map_options, options))
+    job = replace(job, args=(job.node_rank, folder, *sizes, map_options, options))
     with endpoint.listener, _restarting(scheduler, job, restarts, on_ready) as ranks:
         ranks.wait_until_ready()
         http_server.serve_requests(service, endpoint, log_requests, allowed_origins)

@@ -15,9 +15,13 @@ import torch
 
 import drumline
 import launcher
+from coordinator import Coordinator
 from drumline.cli import main
 from drumline.contact.loading.hub import is_hub_id
 from drumline.errors import CheckpointError
+from drumline.planner.load_options import LoadOptions
+from drumline.strategies.opening import open_checkpoint
+from drumline.strategies.with_model import read_generator, with_model
 
 COMMIT = "c0ffee" + 34 * "0"
 ID = "tests/llama"
@@ -25,6 +29,8 @@ ID = "tests/llama"
 
 class Hub(http.server.ThreadingHTTPServer):
     """One model. `asked` holds the files that were fetched, `tokens` what clients proved."""
+
+    lookups = 0  # of which commit is meant
 
     def __init__(self, folder: Path):
         super().__init__(("127.0.0.1", 0), Answer)
@@ -41,6 +47,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
         self.server.tokens.add(self.headers.get("Authorization"))
         path = self.path.partition("?")[0]
         if re.fullmatch(f"/api/models/{ID}(/revision/(main|v1|{COMMIT}))?", path):
+            self.server.lookups += 1
             return self._send(json.dumps({"id": ID, "sha": COMMIT}).encode())
         if path == f"/api/models/{ID}/tree/{COMMIT}":
             sizes = {file.name: file.stat().st_size for file in self.server.folder.iterdir()}
@@ -116,8 +123,6 @@ def test_a_model_of_the_hub_is_fetched_once_and_generates_the_tokens_of_its_fold
 
 def test_an_id_that_the_hub_does_not_have_is_one_error_on_every_rank(hub, ranks_or_errors):
     def rank(info):
-        from coordinator import Coordinator
-
         with Coordinator(info) as coor:
             return drumline.load("nobody/nothing", coor=coor)
 
@@ -129,6 +134,35 @@ def test_an_id_that_the_hub_does_not_have_is_one_error_on_every_rank(hub, ranks_
 def test_commands_take_an_id(hub, capsys):
     assert main(["plan", "--model", ID, "--memory", "1GiB", "1GiB", "--revision", "v1"]) == 0
     assert "of weights" in capsys.readouterr().out
+    assert hub.lookups == 1
+
+
+def test_a_command_looks_an_id_up_once(hub, checkpoints, tmp_path):
+    """It was looked up four times, with a bar each: for the tokenizer, the config and the model."""
+    folders: list[Path] = []
+
+    def rank():
+        with_model(ID, lambda model: model.config, [1 << 30] * 2, before=folders.append)
+
+    launcher.launch(rank, nprocs=2, launcher="threads", timeout_s=60)
+    assert hub.lookups == 1
+    assert read_generator(folders[0], 8).vocab_size == 64 and hub.lookups == 1
+
+
+def test_a_folder_is_opened_in_four_exchanges(checkpoints, monkeypatch):
+    """It had become six: where the files are was shared twice, and the config as well."""
+    shared: list[str] = []
+    for name in ("run_on_all_ranks", "allgather_object"):
+        method = getattr(Coordinator, name)
+
+        def counting(coor, *args, name=name, method=method, **options):
+            shared.append(name)
+            return method(coor, *args, **options)
+
+        monkeypatch.setattr(Coordinator, name, counting)
+    with Coordinator() as coor:
+        open_checkpoint(coor, checkpoints.llama()[1], LoadOptions())
+    assert len(shared) == 4
 
 
 @pytest.mark.parametrize(
