@@ -82,7 +82,9 @@ def launch(
         preload=tuple(preload) if isinstance(preload, list) else preload,  # type: ignore[arg-type]
         share_devices=share_devices,
         encrypt=encrypt,
-        token=launch_token.take(os.environ) if needs_token(nnodes, launcher) else None,
+        token=launch_token.take(os.environ)
+        if needs_token(nnodes, registry.find(launcher))
+        else None,
     )
     try:
         return run_job(job, launcher, trace)
@@ -99,26 +101,19 @@ def run_job(
     **options: Any,
 ) -> list[Any]:
     """Run the job with the launcher of that name; with a trace_file, record a trace there."""
-    check(job, name, trace_file)
-    if trace_file is None:
-        return _start(job, name, **options)
-    from launcher.trace import merge_traces  # not needed by most launches
-
-    with merge_traces.recordings_merged_into(Path(trace_file), job.nnodes) as folder:
-        return _start(replace(job, trace=str(folder)), name, **options)
+    return start(job, checked_launcher(job, name, trace_file), trace_file, **options)
 
 
-def needs_token(nnodes: int, name: str) -> bool:
+def needs_token(nnodes: int, backend: Any) -> bool:
     """True if each of several nodes is started by a command of its own."""
-    backend = registry.find(name)
     starts_all = getattr(backend, "STARTS_ALL_NODES", False)
     return nnodes > 1 and not starts_all and "nnodes" in getattr(backend, "SUPPORTS", ())
 
 
-def check(job: Job, name: str, trace_file: str | os.PathLike[str] | None = None) -> None:
-    """Raise ValueError if the launcher of that name does not support an option of the job."""
-    values = {**vars(job), "trace": trace_file}
-    supported = getattr(registry.find(name), "SUPPORTS", OPTIONS)
+def checked_launcher(job: Job, name: str, trace_file: str | os.PathLike[str] | None = None) -> Any:
+    """The launcher of that name. Raises ValueError if it does not support an option of the job."""
+    backend, values = registry.find(name), {**vars(job), "trace": trace_file}
+    supported = getattr(backend, "SUPPORTS", OPTIONS)
     for option, default in OPTIONS.items():
         if values[option] not in (default, ()) and option not in supported:
             able = [name for name in registry.BUILT_IN if option in registry.find(name).SUPPORTS]
@@ -127,10 +122,18 @@ def check(job: Job, name: str, trace_file: str | os.PathLike[str] | None = None)
                 f"was started. Remove --{option.replace('_', '-')}, or choose a --launcher that "
                 f"supports it: {', '.join(able)}."
             )
+    return backend
 
 
-def _start(job: Job, name: str, **options: Any) -> list[Any]:
-    backend = registry.find(name)
+def start(
+    job: Job, backend: Any, trace_file: str | os.PathLike[str] | None, **options: Any
+) -> list[Any]:
+    """Run the job with this launcher, which supports its options; see run_job."""
+    if trace_file is not None:
+        from launcher.trace import merge_traces  # not needed by most launches
+
+        with merge_traces.recordings_merged_into(Path(trace_file), job.nnodes) as folder:
+            return start(replace(job, trace=str(folder)), backend, None, **options)
     target.check(job.target)
     if hasattr(backend, "run"):
         results: list[Any] = backend.run(job, **options)
@@ -140,5 +143,6 @@ def _start(job: Job, name: str, **options: Any) -> list[Any]:
 
         return backend_launcher.run(backend, job)
     raise ValueError(
-        f"the launcher {name!r} only detects ranks that were started elsewhere; it starts none"
+        f"the launcher {backend.NAME!r} only detects ranks that were started elsewhere; it starts "
+        "none"
     )

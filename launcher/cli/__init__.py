@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from launcher import launch_job, target
 from launcher.cli import run_options
@@ -133,18 +134,18 @@ def _run(options: argparse.Namespace) -> int:
     job = _job(options)
     if options.module:
         target.import_from_working_directory()
-    launch_job.check(job, options.launcher, options.trace)
+    backend = launch_job.checked_launcher(job, options.launcher, options.trace)
     if options.dry_run:
         from launcher.cli import dry_run  # not needed by a launch
 
         _print(dry_run.lines(job, options.launcher))
         return 0
-    if launch_job.needs_token(job.nnodes, options.launcher):
+    if launch_job.needs_token(job.nnodes, backend):
         target.check(job.target)
         job = with_token(job, options)
     code = 0
     try:
-        _start(job, options)
+        _start(job, backend, options)
     except LaunchError as error:
         _print_error(_failure_lines(error))
         code = error.exit_code
@@ -154,7 +155,7 @@ def _run(options: argparse.Namespace) -> int:
     return code
 
 
-def _start(job: Job, options: argparse.Namespace) -> None:
+def _start(job: Job, backend: Any, options: argparse.Namespace) -> None:
     """Run the job, and again after a failure, up to --max-restarts times, under a new launch id.
 
     The id is the first one with the number of the restart, so that each of several nodes, which
@@ -167,7 +168,7 @@ def _start(job: Job, options: argparse.Namespace) -> None:
         attempt = replace(job, launch_id=launch_id, restart_count=count)
         log.info("launch %s: %d ranks of %s", launch_id, job.nprocs, options.launcher)
         try:
-            launch_job.run_job(attempt, options.launcher, options.trace, **start_options)
+            launch_job.start(attempt, backend, options.trace, **start_options)
             return
         except LaunchError as error:
             if count == options.max_restarts or isinstance(error, LaunchInterrupted):
