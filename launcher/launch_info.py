@@ -15,6 +15,7 @@ ENV_PREFIX = "DRUMLINE_"
 TRACE = "trace"  # in extras: the folder for the recordings of ranks
 ENCRYPT = "encrypt"  # in extras: of a launch with --encrypt
 MASTER_RANK = "master_rank"  # in extras, where ranks met in a torch Store: that which serves
+NODE_RANK = "node_rank"  # in extras: which node it is, where the ranks do not tell
 LOG_LEVEL = ENV_PREFIX + "LOG_LEVEL"
 TIME_SCALE = ENV_PREFIX + "TIME_SCALE"
 PATIENCE = ENV_PREFIX + "PATIENCE"

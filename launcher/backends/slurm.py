@@ -11,7 +11,7 @@ from launcher.backends.env_table import build, contradiction, read_numbers, read
 from launcher.backends.slurm_nodelist import expand_nodes, expand_tasks
 from launcher.backends.torch_rendezvous import environment, rendezvous_info
 from launcher.job import LOOPBACK, Job
-from launcher.launch_info import LaunchInfo, integer
+from launcher.launch_info import NODE_RANK, LaunchInfo, integer
 
 __all__ = ["NAME", "command", "detect", "environment"]
 
@@ -54,7 +54,7 @@ def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
         local_world_size=tasks,
         **read_numbers(variables, NUMBERS),
         **rendezvous_info(environ, launch_id, LOOPBACK if len(nodes) == 1 else nodes[0]),
-        extras={"launcher": NAME},
+        extras={"launcher": NAME, NODE_RANK: variables["SLURM_NODEID"]},
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from launcher.job import Job
-from launcher.launch_info import ENCRYPT, TRACE, LaunchInfo
+from launcher.launch_info import ENCRYPT, NODE_RANK, TRACE, LaunchInfo
 from launcher.system import gpus, nesting
 
 
@@ -18,6 +18,7 @@ def infos_for_node(
         **nesting.extras(os.environ),
         **({TRACE: job.trace} if job.trace else {}),
         **({ENCRYPT: "1"} if job.encrypt else {}),
+        **({NODE_RANK: str(job.node_rank)} if job.nnodes > 1 else {}),
     }
     return [
         LaunchInfo(

@@ -6,7 +6,7 @@ import logging
 import os
 
 from launcher.job import Job
-from launcher.launch_info import ENCRYPT_VARIABLE, ENV_PREFIX, PATIENCE, LaunchInfo
+from launcher.launch_info import ENCRYPT_VARIABLE, ENV_PREFIX, NODE_RANK, PATIENCE, LaunchInfo
 from launcher.system import linux
 from launcher.system.nesting import TORCH_RUN_ID
 
@@ -68,7 +68,7 @@ def torchrun_variables(info: LaunchInfo, torch_port: int, restart_count: int) ->
         "WORLD_SIZE": str(info.world_size),
         "LOCAL_RANK": str(info.local_rank),
         "LOCAL_WORLD_SIZE": str(info.local_world_size),
-        "GROUP_RANK": info.extras.get("node_rank", str(info.rank // info.local_world_size)),
+        "GROUP_RANK": info.extras.get(NODE_RANK, str(info.rank // info.local_world_size)),
         "MASTER_ADDR": info.master_addr,
         "MASTER_PORT": str(torch_port),
         TORCH_RUN_ID: info.launch_id,

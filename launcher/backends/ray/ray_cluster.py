@@ -19,7 +19,7 @@ from launcher.backends.ray.ray_signals import DeferredSignals
 from launcher.backends.ray.ray_variables import NAME
 from launcher.errors import TIMEOUT_CODE, Failure, LaunchError, LaunchTimeout
 from launcher.job import LOOPBACK, Job
-from launcher.launch_info import LaunchInfo
+from launcher.launch_info import NODE_RANK, LaunchInfo
 from launcher.records import json_values
 
 NO_CLUSTER = "Could not find any running Ray instance"  # ray/_private/services.py
@@ -200,7 +200,7 @@ def infos_for_nodes(launch_id: str, nodes: Sequence[str], addr: str, port: int) 
                 local_rank=local_rank,
                 master_addr=addr,
                 master_port=port,
-                extras={"launcher": NAME, "node_rank": str(node_rank)},
+                extras={"launcher": NAME, NODE_RANK: str(node_rank)},
             )
             for local_rank in range(size)
         ]

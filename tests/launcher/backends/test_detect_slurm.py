@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from launcher import LaunchInfoError
 from launcher.backends import slurm
 from launcher.backends.slurm_nodelist import expand_nodes, expand_tasks
+from launcher.runtime import rank_environment
 
 # Task 4 of `srun -N 4 -n 7`, on the third of nodes with 2, 2, 2 and 1 tasks.
 TASK = {
@@ -45,8 +46,11 @@ def test_task_of_a_step_is_a_rank():
 
 
 def test_last_node_has_fewer_tasks():
+    """Its GROUP_RANK, for scripts of torchrun, was 6: its rank, divided by its one task."""
     last = {**TASK, "SLURM_NODEID": "3", "SLURM_PROCID": "6", "SLURM_GTIDS": "6"}
-    assert slurm.detect(last).local_world_size == 1
+    info = slurm.detect(last)
+    assert info.local_world_size == 1
+    assert rank_environment.torchrun_variables(info, 1, 0)["GROUP_RANK"] == "3"
 
 
 def test_master_is_the_first_node_of_the_step_and_not_the_node_of_srun():

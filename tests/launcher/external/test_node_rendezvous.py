@@ -497,9 +497,10 @@ def test_a_name_that_no_host_can_have_is_an_error_at_once(quick):
 # ---- the launcher that starts the ranks of each node itself ----
 
 WHO = """
-import sys
+import os, sys
 from coordinator import Coordinator
 with Coordinator(timeout_s=20) as coor:
+    assert os.environ["GROUP_RANK"] == str(coor.node_index)
     if coor.allgather_object(coor.rank) == list(range(3)):
         print(coor.rank, [len(node) for node in coor.nodes], flush=True)
     if sys.argv[1:]:
@@ -509,6 +510,7 @@ with Coordinator(timeout_s=20) as coor:
 
 @pytest.mark.parametrize("end", ["well", "failing"])
 def test_our_own_launcher_starts_the_ranks_of_each_node(tmp_path, end):
+    """Of the second node's two ranks one had GROUP_RANK 0, and one 1."""
     (tmp_path / "who.py").write_text(WHO)
     place = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", f"{PORT}"]
     words = ["who.py", *[end] * (end == "failing")]
