@@ -26,6 +26,12 @@ from communicator.calls.dtypes import Op
 from communicator.errors import CommunicatorError, DrumlineError
 
 Checked = TypeVar("Checked")
+_DECLINED = "is_declined"  # of an error: the other ranks have heard of it
+
+
+def is_declined(error: Exception) -> bool:
+    """True if the call that raised this has been declined, which must not happen twice."""
+    return hasattr(error, _DECLINED)
 
 
 def join_rows(rows: torch.Tensor, dim: int) -> torch.Tensor:
@@ -105,8 +111,7 @@ class CheckedCalls:
     ) -> torch.Tensor:
         self.backend.check_tensor("reduce_scatter", tensor)
         name = check_op(self._me, "reduce_scatter", op, tensor)
-        self.or_decline(lambda: self._check_rows("reduce_scatter", tensor))
-        out = self._out("reduce_scatter", out, tuple(tensor.shape[1:]), tensor)
+        out = self.or_decline(lambda: self._checked_rows("reduce_scatter", tensor, out, 1))
         self.backend.compare_call("reduce_scatter", tensor, name)
         if self.world_size == 1:
             out.copy_(tensor[0])
@@ -124,8 +129,7 @@ class CheckedCalls:
 
     def alltoall(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         self.backend.check_tensor("alltoall", tensor)
-        self.or_decline(lambda: self._check_rows("alltoall", tensor))
-        out = self._out("alltoall", out, tuple(tensor.shape), tensor)
+        out = self.or_decline(lambda: self._checked_rows("alltoall", tensor, out, 0))
         self.backend.compare_call("alltoall", tensor)
         if self.world_size == 1:
             out.copy_(tensor)
@@ -192,7 +196,9 @@ class CheckedCalls:
         try:
             return check()
         except (TypeError, ValueError) as error:
-            self.decline(str(error))
+            if not is_declined(error):  # by a call within this one
+                self.decline(str(error))
+                setattr(error, _DECLINED, True)
             raise
 
     @contextmanager
@@ -238,13 +244,17 @@ class CheckedCalls:
         move = self.backend.send if kind == "send" else self.backend.recv
         move(tensor, peer)
 
-    def _check_rows(self, call: str, tensor: torch.Tensor) -> None:
+    def _checked_rows(
+        self, call: str, tensor: torch.Tensor, out: torch.Tensor | None, dim: int
+    ) -> torch.Tensor:
+        """The place of a result that has the shape of the tensor from this dim on."""
         if tensor.dim() == 0 or tensor.shape[0] != self.world_size:
             raise ValueError(
                 f"{self._me}, {call}: the tensor has shape {tuple(tensor.shape)}, but needs "
                 f"one row for each of the {self.world_size} ranks: [{self.world_size}, ...]. "
                 f"Reshape it with .view({self.world_size}, -1)."
             )
+        return self._out(call, out, tuple(tensor.shape[dim:]), tensor)
 
     def _check_scattered(self, out: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         if rows is None:

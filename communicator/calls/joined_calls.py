@@ -26,24 +26,23 @@ def allgather_along(
 
     allgather: the user's call of equal parts. A mistake is raised on all ranks.
     """
-    _check_no_out(calls, "allgather", out)
-    return calls.or_decline(lambda: _allgathered(calls, allgather, tensor, dim, sizes))
+    return calls.or_decline(lambda: _allgathered(calls, allgather, tensor, out, dim, sizes))
 
 
 def _allgathered(
     calls: CheckedCalls,
     allgather: Callable[[torch.Tensor], torch.Tensor],
     tensor: torch.Tensor,
+    out: torch.Tensor | None,
     dim: int | None,
     sizes: Sequence[int] | None,
 ) -> torch.Tensor:
+    _check_no_out(calls, "allgather", out)
     calls.backend.check_tensor("allgather", tensor)
-    if sizes is None:
-        rows = allgather(tensor)
-        return join_rows(rows, check_dim(calls.rank_name(), "allgather", tensor, dim))
     dim = check_dim(calls.rank_name(), "allgather", tensor, dim)
-    check_sizes(calls, "allgather", sizes, tensor.shape[dim])
-    if len(set(sizes)) == 1:
+    if sizes is not None:
+        check_sizes(calls, "allgather", sizes, tensor.shape[dim])
+    if sizes is None or len(set(sizes)) == 1:
         return join_rows(allgather(tensor), dim)
     shapes = [(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]) for size in sizes]
     counts = [torch.Size(shape).numel() for shape in shapes]
@@ -68,8 +67,7 @@ def reduce_scatter_along(
 
     reduce_scatter: the user's call of equal parts. A mistake is raised on all ranks.
     """
-    _check_no_out(calls, "reduce_scatter", out)
-    return calls.or_decline(lambda: _reduced(calls, reduce_scatter, tensor, op, dim, sizes))
+    return calls.or_decline(lambda: _reduced(calls, reduce_scatter, tensor, op, out, dim, sizes))
 
 
 def _reduced(
@@ -77,9 +75,11 @@ def _reduced(
     reduce_scatter: Callable[[torch.Tensor, Op], torch.Tensor],
     tensor: torch.Tensor,
     op: Op,
+    out: torch.Tensor | None,
     dim: int | None,
     sizes: Sequence[int] | None,
 ) -> torch.Tensor:
+    _check_no_out(calls, "reduce_scatter", out)
     calls.backend.check_tensor("reduce_scatter", tensor)
     dim = check_dim(calls.rank_name(), "reduce_scatter", tensor, dim)
     if sizes is None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from communicator.calls.async_work import AsyncWork, WorkQueue
+from communicator.calls.checked_calls import is_declined
 from communicator.errors import Unsupported
 from communicator.torch_interop import list_arguments, list_collectives
 from communicator.torch_interop.deferred_p2p import DeferredMessages
@@ -261,7 +262,8 @@ class GroupCollectives(ProcessGroup):  # type: ignore[misc]
                 for call in calls:
                     move(comm, *call)
             except MISTAKES as error:  # which the communicator saw before anything moved
-                comm.decline(str(error))
+                if not is_declined(error):
+                    comm.decline(str(error))
                 raise
 
         return self._start(work, written, opts, on_device=device_type != "cpu")

@@ -23,20 +23,42 @@ WRONG_ON_RANK_1 = {
         torch.ones(3 - is_wrong, 2)
     ),
     "alltoall of too few rows": lambda comm, is_wrong: comm.alltoall(torch.ones(3 - is_wrong, 2)),
+    "alltoall into another shape": lambda comm, is_wrong: comm.alltoall(
+        torch.ones(3, 2), out=torch.zeros(3, 2 + is_wrong)
+    ),
+    "reduce_scatter into another shape": lambda comm, is_wrong: comm.reduce_scatter(
+        torch.ones(3, 2), out=torch.zeros(2 + is_wrong)
+    ),
+    "reduce_scatter of an average along a dim": lambda comm, is_wrong: comm.reduce_scatter(
+        torch.ones(6, dtype=torch.int32), "avg" if is_wrong else "sum", dim=0
+    ),
+    "reduce_scatter along a dim with out": lambda comm, is_wrong: comm.reduce_scatter(
+        torch.ones(6), dim=0, out=torch.zeros(2) if is_wrong else None
+    ),
+    "allgather along a dim with out": lambda comm, is_wrong: comm.allgather(
+        torch.ones(2), dim=0, out=torch.zeros(6) if is_wrong else None
+    ),
+    "allgather along a dim that is not there": lambda comm, is_wrong: comm.allgather(
+        torch.ones(2), dim=5 if is_wrong else 0
+    ),
 }
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp", "gloo"])
 def test_the_other_ranks_need_not_wait_for_their_deadline(ranks, backend):
+    """What a call within a call declined was declined twice, and the next right call raised."""
+
     def rank(info):
-        with Coordinator(info) as coor, Communicator(coor, backend, timeout_s=60) as comm:
+        with Coordinator(info) as coor:
+            is_wrong = coor.rank == 1
+            error = ValueError if is_wrong else CommunicatorError
             for name, call in WRONG_ON_RANK_1.items():
-                is_wrong = comm.rank == 1
-                error = ValueError if is_wrong else CommunicatorError
-                with pytest.raises(error, match="rank 1"):
-                    call(comm, is_wrong)
-                assert call(comm, False) is not None, name
-            return True
+                with Communicator(coor, backend, timeout_s=60) as comm:
+                    with pytest.raises(error, match="rank 1"):
+                        call(comm, is_wrong)
+                    assert call(comm, False) is not None, name
+                    assert comm.allreduce(torch.ones(1))[0] == 3, name
+        return True
 
     assert ranks(rank, 3) == [True] * 3
 
