@@ -13,6 +13,7 @@ from coordinator import torch_private
 from drumline.checkpoint.safetensors_index import Index
 from drumline.checkpoint.shard_plan import SourceSlice, whole_tensor
 from drumline.core.mesh import ALIASES, Mesh, axis_names
+from drumline.core.packed_tensor import PackedTensor, named_parts
 from drumline.core.shards import ShardSpec
 from drumline.errors import CheckpointError, PlanError
 
@@ -21,14 +22,14 @@ WeightSources = Mapping[str, tuple[SourceSlice, ...]]
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers under every name they have."""
+    """Parameters and persistent buffers under every name they have; of packed ones, the parts."""
     named: list[tuple[str, torch.Tensor]] = []
     for prefix, module in model.named_modules(remove_duplicate=False):
         parameters, buffers = torch_private.own_tables(module)
         unsaved = torch_private.unsaved_buffers(module)
         for name, tensor in (*parameters.items(), *buffers.items()):
             if tensor is not None and name not in unsaved:
-                named.append((f"{prefix}.{name}" if prefix else name, tensor))
+                named += named_parts(f"{prefix}.{name}" if prefix else name, tensor)
     return named
 
 
@@ -115,9 +116,18 @@ def wrap_like(old: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
 
 
 def replace_tensors(model: nn.Module, new: Mapping[int, torch.Tensor]) -> None:
-    """Replace tensors, by their identity, wherever the model has them: ties stay ties."""
+    """Replace tensors, and parts of packed ones, by their identity, wherever the model has them.
+
+    Ties stay ties.
+    """
+    replaced: dict[int, Any] = dict(new)
     for module in model.modules():
         for table in torch_private.own_tables(module):
             for name, tensor in table.items():
-                if id(tensor) in new:
-                    table[name] = new[id(tensor)]
+                if id(tensor) not in replaced and isinstance(tensor, PackedTensor):
+                    parts = {
+                        key: replaced.get(id(part), part) for key, part in tensor.parts.items()
+                    }
+                    packed: Any = tensor.with_parts(parts)
+                    replaced[id(tensor)] = nn.Parameter(packed, requires_grad=False)
+                table[name] = replaced.get(id(tensor), tensor)

@@ -81,6 +81,11 @@ class StoredTensor:
 class ComputedTensor(StoredTensor):
     """A tensor that is computed from stored ones, box by box, by whoever reads it."""
 
+    @property
+    def parts(self) -> Sequence[StoredTensor]:
+        """The stored tensors that suffice to compute it, where it may be kept as these."""
+        return ()
+
     def compute(self, reader: TensorReader, region: Region, out: torch.Tensor) -> None:
         """Fill `out` with a box of it."""
         raise NotImplementedError

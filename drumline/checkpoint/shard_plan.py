@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from drumline.checkpoint.safetensors_index import Index, StoredTensor
+import torch
+
+from drumline.checkpoint.safetensors_index import ComputedTensor, Index, StoredTensor, TensorReader
 from drumline.core.mesh import Mesh
 from drumline.core.shards import OwnedRegion, Region, ShardSpec, local_shape, owned_regions
 from drumline.errors import CheckpointError, PlanError
@@ -40,6 +42,33 @@ def whole_tensor(key: str, shape: Sequence[int]) -> tuple[SourceSlice, ...]:
     """A parameter that is stored as it is."""
     zeros = (0,) * len(shape)
     return (SourceSlice(key, Region(zeros, tuple(shape)), zeros),)
+
+
+def read_slices(
+    reader: TensorReader,
+    index: Index,
+    slices: Sequence[SourceSlice],
+    region: Region,
+    out: torch.Tensor,
+) -> None:
+    """Fill `out` with a box of a parameter that is made of pieces."""
+    for slice_ in slices:
+        common = region.overlap(slice_.at)
+        if common is None:
+            continue
+        stored, box = index[slice_.key], slice_.in_file(common)
+        target = out[common.moved(region.start, (0,) * len(region.start)).slices()].view(box.size)
+        if target.is_contiguous() and target.dtype == stored.torch_dtype:
+            reader.read(stored, box, target)
+        else:
+            target.copy_(reader.box(stored, box))
+
+
+def parts_of(slices: Sequence[SourceSlice], index: Index) -> list[StoredTensor]:
+    """The stored tensors that all pieces of a parameter may be kept as; none if one may not be."""
+    pieces = [index[slice_.key] for slice_ in slices]
+    parts = [stored.parts if isinstance(stored, ComputedTensor) else () for stored in pieces]
+    return [part for own in parts for part in own] if all(parts) else []
 
 
 def fills_exactly(slices: Sequence[SourceSlice], shape: Sequence[int]) -> bool:

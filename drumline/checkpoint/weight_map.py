@@ -17,6 +17,7 @@ from drumline.checkpoint.safetensors_index import Index
 from drumline.checkpoint.shard_plan import SourceSlice, whole_tensor
 from drumline.contact.loading.models import dtype_plan
 from drumline.contact.loading.weights import Conversion, KeyMapping, Operation, natural_key
+from drumline.core.packed_tensor import PART_MARK
 from drumline.core.shards import Region
 from drumline.errors import CheckpointError
 
@@ -69,7 +70,7 @@ def merge_tied_names(model: Any, slices: Mapping[str, tuple[SourceSlice, ...]]) 
 def dtype_overrides(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The tensors that the model wants in another dtype than the one it is loaded in."""
     dtype_of = dtype_plan(model, dtype)
-    dtypes = {name: dtype_of(name) for name, _ in named_tensors(model)}
+    dtypes = {name: dtype_of(name) for name, _ in named_tensors(model) if PART_MARK not in name}
     return {name: other for name, other in dtypes.items() if other is not None}
 
 

@@ -18,8 +18,8 @@ from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import nbytes
 from drumline.planner.plan import plan
 from drumline.planner.token_memory import token_memory, with_tokens
-from drumline.strategies.opening import checkpoint_dtype, describe_checkpoint
-from drumline.strategies.plan_inputs import model_on_meta
+from drumline.strategies.opening import describe_checkpoint
+from drumline.strategies.plan_inputs import sized_model
 
 
 def show_plan(
@@ -41,11 +41,11 @@ def show_plan(
     bandwidth: bytes that a rank reads in a second. hop_us: latency between two ranks.
     html, png: files for pictures of the map. options: of `load`.
     """
-    request = LoadOptions(**options)
+    request = LoadOptions(dtype=dtype, **options)
     folder = local_folder(model_path, request.revision, request.gguf_file)
-    config, kind = describe_checkpoint(folder, request)
-    torch_dtype = checkpoint_dtype(dtype, config)
-    model, weights = model_on_meta(kind, config, torch_dtype, request)
+    checkpoint = describe_checkpoint(folder, request)
+    config, kind, torch_dtype = checkpoint.config, checkpoint.kind, checkpoint.dtype
+    _, model, weights = sized_model(checkpoint, request)
     for_tokens = token_memory(kind, config, torch_dtype, weights, batch, length)
     profile = with_tokens(weights, for_tokens)
     free_nbytes = {(rank, "cpu"): nbytes(size) for rank, size in enumerate(memory)}
@@ -58,9 +58,10 @@ def show_plan(
     shape = dataclasses.replace(shape, ring_passes=ring_passes(ranks))
     rate = estimate(decoding, planned, speeds, shape).tokens_a_second
     left = sum(size - planned.used(place) for place, size in planned.free_nbytes.items())
+    kept = sum(part.kept_nbytes for part in (*profile.layers, *profile.others))
     text = (
         f"{planned}\n{format_nbytes(weights.nbytes)} of weights, "
-        f"{format_nbytes(profile.nbytes - weights.nbytes)} of cache ({batch} x {length} tokens), "
+        f"{format_nbytes(kept)} of cache ({batch} x {length} tokens), "
         f"{format_nbytes(left)} left over\n"
         f"{shape.ring_passes * len(memory)} hops a token; at most {rate:.1f} tokens/s at "
         f"{bandwidth}/s and {hop_us:g} us a hop"

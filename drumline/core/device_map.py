@@ -51,13 +51,15 @@ class ModulePart:
     """One module that is never split: its name and the bytes it needs (weights and KV cache).
 
     `unread_nbytes` of them are not read when a token passes: a table in which rows are looked up.
-    `kept_nbytes` of them are for the cache.
+    `kept_nbytes` of them are for the cache. `unpacked_nbytes` are needed beside them while it runs,
+    for the largest weight that it keeps packed.
     """
 
     name: str
     nbytes: int
     unread_nbytes: int = 0
     kept_nbytes: int = 0
+    unpacked_nbytes: int = 0
 
     @property
     def read_nbytes(self) -> int:

@@ -24,6 +24,7 @@ from drumline.checkpoint.safetensors_index import TensorReader
 from drumline.checkpoint.shard_plan import SourceSlice, TensorRequest, plan_loading
 from drumline.checkpoint.source import CheckpointFiles
 from drumline.core.mesh import Mesh
+from drumline.core.packed_tensor import joined
 
 Tensors = dict[str, torch.Tensor]
 Allocate = Callable[[torch.Size, torch.dtype], torch.Tensor]
@@ -135,14 +136,21 @@ class WeightPrefetcher:
 
 def _exchange(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """Replace tensors of a module; return the former ones."""
-    before: Tensors = {}
-    for name, tensor in tensors.items():
+
+    def table_and_key(name: str) -> tuple[Tensors, str]:
         owner, _, key = name.rpartition(".")
-        part = module.get_submodule(owner)
-        parameters, buffers = torch_private.own_tables(part)
-        table = parameters if key in parameters else buffers
+        parameters, buffers = torch_private.own_tables(module.get_submodule(owner))
+        return (parameters if key in parameters else buffers), key
+
+    def present(name: str) -> torch.Tensor:
+        table, key = table_and_key(name)
+        return table[key]
+
+    before: Tensors = {}
+    for name, tensor in joined(tensors, present).items():
+        table, key = table_and_key(name)
         before[name] = table[key]
-        is_ready = table is buffers or isinstance(tensor, nn.Parameter)
+        is_ready = not isinstance(before[name], nn.Parameter) or isinstance(tensor, nn.Parameter)
         table[key] = tensor if is_ready else nn.Parameter(tensor, requires_grad=False)
     return before
 

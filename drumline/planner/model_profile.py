@@ -14,6 +14,7 @@ from drumline.contact.loading import models
 from drumline.contact.releases import installed
 from drumline.core.device_map import ModelProfile, ModulePart
 from drumline.core.meta_init import init_on_meta, model_building
+from drumline.core.packed_tensor import PackedTensor
 from drumline.errors import CheckpointError
 
 TensorNbytes = Callable[[str, torch.Tensor], int]
@@ -95,13 +96,39 @@ def profile_model(
     layers = [name for name in layers if name not in bound]
     return ModelProfile(
         layers=tuple(
-            ModulePart(name, sizes[name], _unread_experts(model, name)) for name in layers
+            ModulePart(
+                name,
+                sizes[name],
+                _unread_experts(model, name),
+                unpacked_nbytes=_unpacked_nbytes(model, name),
+            )
+            for name in layers
         ),
-        others=tuple(ModulePart(name, sizes[name], _unread(model, name)) for name in others),
+        others=tuple(
+            ModulePart(
+                name,
+                sizes[name],
+                _unread(model, name),
+                unpacked_nbytes=_unpacked_nbytes(model, name),
+            )
+            for name in others
+        ),
         ties=ties,
         kv_sharing=tuple(_sharers(model, layers)),
         root_tensors=tuple(name for name in others if name in tensors),
     )
+
+
+def _unpacked_nbytes(model: nn.Module, name: str) -> int:
+    """The bytes that a part needs for a moment to unpack the largest of its weights, if it does."""
+    module = dict(model.named_modules()).get(name, nn.Module())
+    weights = [
+        tensor
+        for owner in module.modules()
+        for tensor in owner.parameters(recurse=False)
+        if isinstance(tensor, PackedTensor) and not isinstance(owner, nn.Embedding)
+    ]
+    return max((weight.numel() * weight.element_size() for weight in weights), default=0)
 
 
 def layer_names(
@@ -200,7 +227,7 @@ def _unread(model: nn.Module, name: str) -> int:
     heads = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     if not isinstance(module, nn.Embedding) or id(module.weight) in heads:
         return 0
-    return module.weight.numel() * module.weight.element_size()
+    return module.weight.nbytes
 
 
 def _unread_experts(model: nn.Module, name: str) -> int:

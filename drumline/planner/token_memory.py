@@ -133,12 +133,16 @@ def memory_of_model(model: nn.Module, parts: ModelProfile, batch: int, length: i
 
 
 def with_tokens(parts: ModelProfile, memory: TokenMemory) -> ModelProfile:
-    """The profile with what tokens take: caches, logits in the part that makes them, and for each
+    """The profile with what a pass takes: caches, logits in the part that makes them, and for each
     place the workspace of a layer."""
-    workspace = max((memory.active.get(part.name, 0) for part in parts.layers), default=0)
+
+    def active(part: ModulePart) -> int:
+        return memory.active.get(part.name, 0) + part.unpacked_nbytes
+
+    workspace = max(map(active, parts.layers), default=0)
 
     def around(part: ModulePart) -> ModulePart:
-        extra = max(0, memory.active.get(part.name, 0) - workspace)
+        extra = max(0, active(part) - workspace)
         kept = memory.kept.get(part.name, 0)
         nbytes, unread = part.nbytes + extra + kept, part.unread_nbytes + extra
         return ModulePart(part.name, nbytes, unread, kept)

@@ -170,14 +170,14 @@ def read_descriptions(path: str | Path, config: Any) -> bytes:
     return json.dumps([fields, generation]).encode()
 
 
-def describe_checkpoint(path: str | Path, options: LoadOptions) -> tuple[Any, type[Any]]:
-    """The config and the class of a checkpoint, as open_checkpoint finds them."""
+def describe_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
+    """The checkpoint as open_checkpoint finds it, for this process alone."""
     if file := gguf_path(path, options.gguf_file):
-        config = weight_format("gguf_file").read_gguf_config(file)
+        files: CheckpointFiles = weight_format("gguf_file").open_gguf(file)
     else:
         config = read_config(path, options.adapter, options.trust_remote_code)
-    own = remote_class(Path(path), config) if options.trust_remote_code else None
-    return config, own or model_class(config)
+        files = CheckpointFiles(Path(path), read_index(path), (0,), config)
+    return _described(files, None, None, options)
 
 
 def checkpoint_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:

@@ -35,7 +35,7 @@ from drumline.stages.cuda_graphs import CudaGraphs
 from drumline.stages.ring import Ring
 from drumline.stages.stage import Stage
 from drumline.stages.stage_weights import LoadedStage, fill, on_disk
-from drumline.strategies.plan_inputs import collect_plan_inputs
+from drumline.strategies.plan_inputs import collect_plan_inputs, keep_packed
 from drumline.strategies.serve_stage import open_ring_communicators, serve_and_exit
 
 log = logging.getLogger("drumline")
@@ -117,7 +117,11 @@ def _load_weights(
     slices, files = run_on_all_ranks(
         coor, lambda: checkpoint.with_adapter(model, weight_map.slices)
     )
-    weight_map, checkpoint = replace(weight_map, slices=slices), replace(checkpoint, files=files)
+    weight_map = replace(weight_map, slices=slices)
+    weight_map, files = run_on_all_ranks(
+        coor, lambda: keep_packed(model, weight_map, files, dtype, options)
+    )
+    checkpoint = replace(checkpoint, files=files)
     stats = fill(model, weight_map, files, device_map.places, dtype, coor, options.progress)
     stage = LoadedStage(model, device_map, stats=stats)
     run_on_all_ranks(coor, lambda: _place(stage, weight_map, checkpoint, coor.rank))

@@ -16,7 +16,9 @@ import torch
 
 from coordinator import Coordinator
 from drumline.checkpoint.json_files import gguf_path
-from drumline.checkpoint.source import Checkpoint
+from drumline.checkpoint.safetensors_index import ComputedTensor, Index
+from drumline.checkpoint.source import Checkpoint, CheckpointFiles
+from drumline.checkpoint.weight_map import WeightMap, map_weights
 from drumline.contact.loading.configs import without_quantization
 from drumline.core.consistency import run_on_all_ranks
 from drumline.core.device_map import DeviceMap, ModelProfile, Place
@@ -51,13 +53,8 @@ def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOption
     """Look at the checkpoint and at every rank's memory. Collective."""
     checkpoint = open_checkpoint(coor, path, options)
     dtype = checkpoint.dtype
-    model, parts = run_on_all_ranks(
-        coor, lambda: model_on_meta(checkpoint.kind, checkpoint.config, dtype, options)
-    )
-    if gguf_path(path, options.gguf_file):
-        read_weights = weight_format("gguf_file").read_gguf_weights
-        files = run_on_all_ranks(coor, lambda: read_weights(checkpoint.files, model, dtype))
-        checkpoint = replace(checkpoint, files=files)
+    files, model, parts = run_on_all_ranks(coor, lambda: sized_model(checkpoint, options))
+    checkpoint = replace(checkpoint, files=files)
     _check_is_stored(checkpoint, model)
     config, sizes = checkpoint.config, (options.batch, options.length)
     measure = functools.partial(token_memory, checkpoint.kind, config, dtype, parts, *sizes)
@@ -80,12 +77,42 @@ def _check_is_stored(checkpoint: Checkpoint, model: Any) -> None:
         )
 
 
-def model_on_meta(
-    kind: type[Any], config: Any, dtype: torch.dtype, options: LoadOptions
-) -> tuple[Any, ModelProfile]:
-    """The model on meta, and its profile with the sizes that its weights have in memory."""
+def sized_model(
+    checkpoint: Checkpoint, options: LoadOptions
+) -> tuple[CheckpointFiles, Any, ModelProfile]:
+    """The files with the tensors of the model, it on meta, and the sizes that it has in memory."""
+    kind, config, dtype, files = (
+        checkpoint.kind,
+        checkpoint.config,
+        checkpoint.dtype,
+        checkpoint.files,
+    )
     if options.dequantize:
         config = without_quantization(config)
     quantization = options.rest.get("quantization_config")
     model, tensor_nbytes = model_profile.build_as_kept(kind, config, dtype, quantization)
-    return model, model_profile.profile_model(model, tensor_nbytes=tensor_nbytes)
+    if options.gguf_file or gguf_path(files.path, None):
+        files = weight_format("gguf_file").read_gguf_weights(files, model, dtype)
+    if has_computed(files.index):
+        keep_packed(model, map_weights(model, files.index), files, dtype, options)
+    return files, model, model_profile.profile_model(model, tensor_nbytes=tensor_nbytes)
+
+
+def keep_packed(
+    model: Any,
+    weight_map: WeightMap,
+    files: CheckpointFiles,
+    dtype: torch.dtype,
+    options: LoadOptions,
+) -> tuple[WeightMap, CheckpointFiles]:
+    """Let an empty model keep quantized weights as they are, unless dequantize=True says not to."""
+    if options.dequantize or not has_computed(files.index):
+        return weight_map, files
+    packed: tuple[WeightMap, CheckpointFiles] = weight_format("packed_weights").keep_packed(
+        model, weight_map, files, dtype
+    )
+    return packed
+
+
+def has_computed(index: Index) -> bool:
+    return any(isinstance(stored, ComputedTensor) for stored in index.values())

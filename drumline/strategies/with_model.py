@@ -34,7 +34,8 @@ def read_generator(path: str | Path, num_tokens: int = 0, **options: Any) -> Any
 
     Raises DrumlineError for one that does not, or has fewer positions.
     """
-    config, kind = describe_checkpoint(path, LoadOptions(**options))
+    checkpoint = describe_checkpoint(path, LoadOptions(**options))
+    config, kind = checkpoint.config, checkpoint.kind
     if not kind.can_generate():
         raise DrumlineError(
             f"rank 0: {path} holds a {kind.__name__}, which does not generate text; give one that "

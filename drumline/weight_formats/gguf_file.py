@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint: each rank reads and dequantizes the tensors of its own layers.
+"""A GGUF file as a checkpoint: each rank reads the tensors of its own layers.
 
 source = find_gguf(coor, "model-Q4_K_M.gguf")
 source = read_gguf_weights(source, model_on_meta, torch.float32)
@@ -10,8 +10,8 @@ transformers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,30 +48,75 @@ COMPUTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class GgufTensor(StoredTensor):
-    """The bytes of a tensor, and what numpy and the library make of them."""
+    """The bytes of a tensor, [rows, bytes of a row], and what the library makes of them."""
 
     architecture: str
     kind: Any
     shape_of_elements: tuple[int, ...]
-    array_shape: tuple[int, ...]
-    array_dtype: str
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.kind.name not in ("F32", "F16", "BF16", "F64")
+
+    def rows(self, reader: TensorReader, numbers: torch.Tensor) -> torch.Tensor:
+        """Some rows, [len(numbers), elements of a row]."""
+        first, end = int(numbers.min()), int(numbers.max()) + 1
+        box = Region((first, 0), (end - first, self.shape[1]))
+        stored = StoredTensor(self.file, self.offset, self.dtype, self.shape, self.written)
+        blocks = reader.box(stored, box)
+        if len(numbers) < end - first or not numbers.diff().eq(1).all():
+            blocks = blocks[numbers - first]
+        return dequantized(blocks, self.kind)
 
     def read(self, reader: TensorReader) -> Any:
-        gguf = import_gguf()
-        stored = StoredTensor(self.file, self.offset, self.dtype, self.shape, self.written)
-        array = reader.box(stored, Region((0,), self.shape)).numpy()
-        return gguf.dequantize(array.view(self.array_dtype).reshape(self.array_shape), self.kind)
+        rows = self.rows(reader, torch.arange(self.shape[0]))
+        return rows.view(self.shape_of_elements).numpy()
+
+
+def dequantized(blocks: torch.Tensor, kind: Any) -> torch.Tensor:
+    """Rows of blocks, [rows, bytes], as numbers, [rows, elements]."""
+    return torch.from_numpy(import_gguf().dequantize(blocks.numpy(), kind))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufRows(ComputedTensor):
+    """A tensor of a transformers model whose rows are those of tensors of the file.
+
+    order: for each row of the model, in turn, its number among those of all tensors together.
+    """
+
+    tensors: Sequence[GgufTensor]
+    order: torch.Tensor = field(compare=False)
+
+    @property
+    def parts(self) -> Sequence[StoredTensor]:
+        return self.tensors if all(tensor.is_quantized for tensor in self.tensors) else ()
+
+    def compute(self, reader: TensorReader, region: Region, out: torch.Tensor) -> None:
+        *at, columns = region.slices()
+        numbers = self.order.view(self.shape[:-1])[tuple(at)].flatten()
+        rows = out.view(len(numbers), -1)
+        first = 0
+        for tensor in self.tensors:
+            end = first + tensor.shape[0]
+            is_here = (numbers >= first) & (numbers < end)
+            if is_here.all():
+                rows.copy_(tensor.rows(reader, numbers - first)[:, columns])
+            elif is_here.any():
+                own = tensor.rows(reader, numbers[is_here] - first)
+                rows[is_here] = own[:, columns].to(rows.dtype)
+            first = end
 
 
 @dataclass(frozen=True, kw_only=True)
 class GgufWeight(ComputedTensor):
     """A tensor of a transformers model, made of some of the file's as transformers makes it.
 
-    parts: by their names in the file. names: of transformers, by those of the file.
+    tensors: by their names in the file. names: of transformers, by those of the file.
     """
 
     name: str
-    parts: dict[str, GgufTensor]
+    tensors: Mapping[str, GgufTensor]
     processor: Any
     names: dict[str, str]
 
@@ -82,30 +127,53 @@ class GgufWeight(ComputedTensor):
         out.copy_(reader.computed[key][region.slices()])
 
     def _whole(self, reader: TensorReader) -> torch.Tensor:
-        tensors: dict[str, torch.Tensor] = {}
-        for name in self.parts:
-            result = self._processed(reader, name, tensors)
-            if result.name in self.names:
-                tensors[self.names[result.name]] = torch.from_numpy(numpy.copy(result.weights))
-        if self.name not in tensors or tuple(tensors[self.name].shape) != self.shape:
-            raise self._error(reader, "they have other shapes")
-        return tensors[self.name]
-
-    def _processed(self, reader: TensorReader, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-        """A part as transformers lays it out, which it may put into `tensors` by itself."""
         try:
-            return self.processor.process(
-                weights=self.parts[name].read(reader),
-                name=name,
-                tensor_key_mapping=self.names,
-                parsed_parameters={"tensors": tensors},
-            )
+            tensor = self._processed({n: part.read(reader) for n, part in self.tensors.items()})
         except (ValueError, RuntimeError) as error:  # of numpy and torch, for shapes
             raise self._error(reader, error) from error
+        if tensor is None or tuple(tensor.shape) != self.shape:
+            raise self._error(reader, "they have other shapes")
+        return tensor
+
+    def _processed(self, arrays: dict[str, Any]) -> torch.Tensor | None:
+        """The tensor that transformers makes of arrays in the place of the parts."""
+        made: dict[str, torch.Tensor] = {}
+        for name, array in arrays.items():
+            result = self.processor.process(
+                weights=array,
+                name=name,
+                tensor_key_mapping=self.names,
+                parsed_parameters={"tensors": made},
+            )
+            if result.name in self.names:
+                made[self.names[result.name]] = torch.from_numpy(numpy.copy(result.weights))
+        return made.get(self.name)
+
+    def row_order(self) -> torch.Tensor | None:
+        """For each row, its number among those of the parts, if transformers only orders them anew.
+
+        It is given numbers in place of rows, two columns of them, and what it does to them is seen.
+        """
+        arrays, first = {}, 1
+        for name, part in self.tensors.items():
+            numbers = numpy.arange(first, first + part.shape[0], dtype=numpy.float64)
+            shape = (*part.shape_of_elements[:-1], 2)
+            arrays[name] = numpy.stack([numbers, -numbers], -1).reshape(shape)
+            first += part.shape[0]
+        try:
+            ordered = self._processed(arrays)
+        except (ValueError, RuntimeError):  # it needs all columns
+            return None
+        if ordered is None or tuple(ordered.shape) != (*self.shape[:-1], 2):
+            return None
+        order = ordered[..., 0].flatten()
+        is_order = torch.equal(order.sort().values, torch.arange(1, first, dtype=order.dtype))
+        is_order &= torch.equal(ordered[..., 1].flatten(), -order)
+        return order.long() - 1 if is_order else None
 
     def _error(self, reader: TensorReader, reason: object) -> CheckpointError:
         return CheckpointError(
-            f"{reader.path}: {', '.join(self.parts)} make no {self.name} {list(self.shape)} "
+            f"{reader.path}: {', '.join(self.tensors)} make no {self.name} {list(self.shape)} "
             f"({reason}); give the model that the file was made from, or another version of gguf."
         )
 
@@ -126,18 +194,15 @@ def _tensors(file: Path, header: GgufHeader) -> dict[str, GgufTensor]:
     index = {}
     for name, info in header.tensors.items():
         kind = gguf.GGMLQuantizationType(info.type)
-        dtype = numpy.dtype({"F32": "float32", "F16": "float16"}.get(kind.name, "uint8"))
         index[name] = GgufTensor(
             file.name,
             info.offset,
             "U8",
-            (info.nbytes,),
+            (math.prod(info.shape[:-1]), info.row_nbytes),
             header.written,
             architecture=header.architecture,
             kind=kind,
             shape_of_elements=info.shape,
-            array_shape=(*info.shape[:-1], info.row_nbytes // dtype.itemsize),
-            array_dtype=str(dtype),
         )
     for kind, name in {tensor.kind: name for name, tensor in index.items()}.items():
         _check_dequantizes(file, name, kind)
@@ -156,10 +221,10 @@ def _check_dequantizes(file: Path, name: str, kind: Any) -> None:
         ) from error
 
 
-def read_gguf_config(file: Path) -> Any:
-    """The config of the model in a GGUF file."""
-    read_gguf_header(file)
-    return _config(file)
+def open_gguf(file: Path) -> CheckpointFiles:
+    """The file, its index and its config, for one process alone."""
+    index = _tensors(file, read_gguf_header(file))
+    return CheckpointFiles(file, index, (0,), _config(file))
 
 
 def _config(file: Path) -> Any:
@@ -194,20 +259,34 @@ def read_gguf_weights(source: CheckpointFiles, model: Any, dtype: torch.dtype) -
             )
     for name, own in parts.items():
         _check_shapes(source.path, name, tuple(state[name].shape), own)
-    index = {}
-    for name, own in parts.items():
-        first = next(iter(own.values()))
-        index[name] = GgufWeight(
-            first.file,
-            first.offset,
-            str(dtype_info(dtype).safetensors),
+    index = {
+        name: _weight(
+            name,
             tuple(state[name].shape),
-            name=name,
-            parts=own,
-            processor=processor,
-            names=names,
+            own,
+            str(dtype_info(dtype).safetensors),
+            processor,
+            names,
         )
+        for name, own in parts.items()
+    }
     return replace(source, index=index)
+
+
+def _weight(
+    name: str,
+    shape: tuple[int, ...],
+    parts: dict[str, GgufTensor],
+    dtype: str,
+    processor: Any,
+    names: dict[str, str],
+) -> ComputedTensor:
+    """A tensor of a model, by its rows if these are as they are in the file."""
+    first = next(iter(parts.values()))
+    place = first.file, first.offset, dtype, shape
+    weight = GgufWeight(*place, name=name, tensors=parts, processor=processor, names=names)
+    order = weight.row_order() if len(shape) > 1 else None
+    return weight if order is None else GgufRows(*place, tensors=[*parts.values()], order=order)
 
 
 def _names(file: Path, model: Any, processor: Any) -> dict[str, str]:

@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from drumline.checkpoint.json_files import (
 )
 from drumline.checkpoint.model_tensors import WeightSources, tied_names
 from drumline.checkpoint.safetensors_index import ComputedTensor, Index, StoredTensor, TensorReader
-from drumline.checkpoint.shard_plan import SourceSlice, whole_tensor
+from drumline.checkpoint.shard_plan import SourceSlice, parts_of, read_slices, whole_tensor
 from drumline.checkpoint.source import CheckpointFiles, share_index
 from drumline.core.shards import Region
 from drumline.errors import CheckpointError
@@ -127,12 +127,13 @@ class MergedWeight(ComputedTensor):
     scaling: float
     is_transposed: bool
 
+    @property
+    def parts(self) -> Sequence[StoredTensor]:
+        base = parts_of(self.base, self.index)
+        return [*base, *self.factors] if base else ()
+
     def compute(self, reader: TensorReader, region: Region, out: torch.Tensor) -> None:
-        for slice_ in self.base:
-            if common := region.overlap(slice_.at):
-                stored = self.index[slice_.key]
-                at = common.moved(region.start, (0,) * len(region.start)).slices()
-                out[at] = reader.box(stored, slice_.in_file(common)).view(common.size)
+        read_slices(reader, self.index, self.base, region, out)
         rows, columns = zip(region.start, region.size, strict=True)
         if self.is_transposed:
             rows, columns = columns, rows

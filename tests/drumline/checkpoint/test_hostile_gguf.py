@@ -17,7 +17,7 @@ from coordinator import Coordinator
 from drumline import CheckpointError
 from drumline.checkpoint.config_files import read_tokenizer
 from drumline.checkpoint.headers.gguf_header import read_gguf_header
-from drumline.weight_formats.gguf_file import read_gguf_config
+from drumline.weight_formats.gguf_file import open_gguf
 from tests.drumline.checkpoint.gguf_bytes import (
     ARRAY,
     F32,
@@ -236,7 +236,7 @@ def test_what_lies_is_named_within_a_second(whole, file, name):
     file.write_bytes(parts.to_bytes())
     start = time.process_time()
     with pytest.raises(CheckpointError, match=rf"model\.gguf.*({problem})"):
-        read_gguf_config(file)
+        open_gguf(file)
     with pytest.raises(CheckpointError, match=r"model\.gguf"):
         read_tokenizer(file)
     assert time.process_time() - start < 1

@@ -1,6 +1,8 @@
-"""A GGUF file, of which each rank dequantizes the tensors of its own layers."""
+"""A GGUF file, of which each rank keeps the blocks of its own layers."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -11,16 +13,30 @@ from coordinator import Coordinator
 from drumline import CheckpointError, PlanError
 from drumline.checkpoint.json_files import gguf_path
 from tests.drumline.checkpoint.gguf_bytes import TENSORS
+from tests.drumline.conftest import LLAMA
 from tests.drumline.weight_formats.test_lora_adapter import LINEAR, make_adapter, merge
 
+KINDS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_XS")
+SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
+SCALES_AT |= dict.fromkeys(("Q4_K", "Q5_K", "Q4_1", "Q5_1"), (0, 2))
+"""Where the half-precision numbers of a block are, in bytes; at 0 in the others."""
 
-@pytest.fixture
-def file(checkpoints, tmp_path):
-    """The tiny Llama as llama.cpp would have it, its matrices in Q8_0."""
-    gguf = pytest.importorskip("gguf", reason="runs after `pip install gguf`")
-    plain, _ = checkpoints.llama()
+
+def random_blocks(gguf, kind, rows, columns, generator):
+    """Any bytes are blocks, with scales that keep the weights small."""
+    size, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    shape = (rows * columns // size, nbytes)
+    blocks = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+    for at in SCALES_AT.get(kind.name, (0,)):
+        scales = torch.rand(len(blocks), 1, generator=generator) / 500
+        blocks[:, at : at + 2] = scales.half().view(torch.uint8)
+    return blocks.view(rows, -1).numpy()
+
+
+def write_gguf(gguf, path, plain, blocks_of):
+    """A Llama as llama.cpp would have it. blocks_of: the type and the blocks of a matrix."""
     config = plain.config
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -33,9 +49,7 @@ def file(checkpoints, tmp_path):
     writer.add_vocab_size(config.vocab_size)
 
     def add(name, tensor):
-        array = tensor.detach().float().numpy()
-        kind = gguf.GGMLQuantizationType.Q8_0 if array.ndim > 1 else None
-        data = array if kind is None else gguf.quantize(array, kind)
+        kind, data = blocks_of(tensor) if tensor.dim() > 1 else (None, tensor.detach().numpy())
         writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
 
     add("token_embd", plain.model.embed_tokens.weight)
@@ -48,6 +62,35 @@ def file(checkpoints, tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+@pytest.fixture
+def file(checkpoints, tmp_path):
+    """The tiny Llama, its matrices in Q8_0."""
+    gguf = pytest.importorskip("gguf", reason="runs after `pip install gguf`")
+    kind = gguf.GGMLQuantizationType.Q8_0
+
+    def blocks_of(tensor):
+        return kind, gguf.quantize(tensor.detach().numpy(), kind)
+
+    write_gguf(gguf, tmp_path / "model.gguf", checkpoints.llama()[0], blocks_of)
+    return tmp_path / "model.gguf"
+
+
+@pytest.fixture
+def mixed(checkpoints, tmp_path):
+    """A Llama with rows of 256, each matrix of another type."""
+    gguf = pytest.importorskip("gguf", reason="runs after `pip install gguf`")
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 3}
+    plain, _ = checkpoints.make("llama of 256", "LlamaForCausalLM", **{**LLAMA, **sizes})
+    kinds = itertools.cycle(getattr(gguf.GGMLQuantizationType, name) for name in KINDS)
+    generator = torch.Generator().manual_seed(4)
+
+    def blocks_of(tensor):
+        kind = next(kinds)
+        return kind, random_blocks(gguf, kind, *tensor.shape, generator)
+
+    write_gguf(gguf, tmp_path / "model.gguf", plain, blocks_of)
     return tmp_path / "model.gguf"
 
 
@@ -65,6 +108,22 @@ def test_the_layers_are_those_of_one_process(file, on_master, names_file):
     tokens, own = on_master(path, 3, result, dtype=torch.float32, **options)
     assert tokens == result(plain)[0] and own
     assert all(torch.equal(own[name], plain.get_parameter(name)) for name in own)
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_blocks_stay_blocks_in_memory_and_in_the_plan(mixed, on_master, nprocs):
+    """A file of 40 GB had needed 141."""
+
+    def sizes(model):
+        logits = model(torch.arange(3, 60)[None]).logits
+        kept = sum(p.nbytes for p in model.parameters() if not p.is_meta)
+        return logits, kept, sum(model.device_map.nbytes[n] for n in model.device_map.of(0))
+
+    logits, kept, planned = on_master(mixed, nprocs, sizes, dtype=torch.float32)
+    plain, dense, more = on_master(mixed, nprocs, sizes, dtype=torch.float32, dequantize=True)
+    assert torch.equal(logits, plain)
+    assert kept < dense / 3
+    assert more - planned == dense - kept
 
 
 def test_an_adapter_is_merged_into_the_layers_of_a_file(file, on_master, tmp_path):
