@@ -122,21 +122,18 @@ def _fetch_outputs(
 
     def begin_pass(module: nn.Module, args: Any, kwargs: Any) -> None:
         driver.context.begin(module, (args, kwargs))
+        _refuse_inner_outputs(module, kwargs)
+        attention.check_unchanged()
+        driver.note_pass(args, kwargs)
 
     def end_pass(module: nn.Module, args: Any, output: Any) -> None:
         driver.context.end(module)
-
-    def note_pass(module: nn.Module, args: Any, kwargs: Any) -> None:
-        attention.check_unchanged()
-        driver.note_pass(args, kwargs)
 
     for name, module in model.named_modules():
         if name not in remote and any(
             inner.startswith(f"{name}." if name else "") for inner in remote
         ):
             module.register_forward_pre_hook(begin_pass, with_kwargs=True)
-            module.register_forward_pre_hook(_refuse_inner_outputs, with_kwargs=True)
-            module.register_forward_pre_hook(note_pass, with_kwargs=True)
             module.register_forward_hook(end_pass, always_call=True)
             module.register_forward_hook(_fetch_output)
             module.register_forward_hook(_RefuseUnrecorded(model, unrecorded), with_kwargs=True)
@@ -162,7 +159,7 @@ def _fetch_input(module: nn.Module, args: Any) -> Any:
     return (args[0].fetch(), *args[1:]) if args and isinstance(args[0], LazyTensor) else None
 
 
-def _refuse_inner_outputs(module: nn.Module, args: Any, kwargs: Any) -> None:
+def _refuse_inner_outputs(module: nn.Module, kwargs: Any) -> None:
     for name in ("output_attentions", "output_router_logits"):
         if _is_requested(name, module, kwargs):
             raise RefusedUse(
