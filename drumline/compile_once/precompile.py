@@ -27,7 +27,6 @@ from torch import nn
 from coordinator import Coordinator, torch_private
 from drumline import timings
 from drumline.compile_once.artifact_cache import ArtifactCache, BuildError
-from drumline.core.consistency import run_on_all_ranks
 from launcher import linux
 
 T = TypeVar("T")
@@ -125,16 +124,19 @@ def _leaders_by_key(keys: Sequence[str], nodes: Sequence[Sequence[int]]) -> dict
 def _on_all_ranks(coor: Coordinator, work: Callable[[], T], timeout_s: float | None = None) -> T:
     """Run local work on every rank; raise BuildError on all if it fails on any. Collective."""
 
-    def checked() -> T:
+    results: list[T] = []
+
+    def checked() -> None:
         try:
-            return work()
+            results.append(work())
         except Exception as error:
             raise BuildError(
                 f"{coor.peers[coor.rank]} failed, so no rank has the artifact; correct this and "
                 f"start again:\n{traceback.format_exc()}"
             ) from error
 
-    return run_on_all_ranks(coor, checked, error_class=BuildError, timeout_s=timeout_s)
+    coor.run_on_all_ranks(checked, error_class=BuildError, timeout_s=timeout_s)
+    return results[0]
 
 
 def _build(cache: ArtifactCache, key: str, build: Callable[[], bytes]) -> bytes:

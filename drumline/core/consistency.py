@@ -18,7 +18,6 @@ from drumline.contact.releases import installed
 from drumline.errors import CheckpointError, DrumlineError, PlanError
 
 T = TypeVar("T")
-ErrorClasses = type[DrumlineError] | tuple[type[DrumlineError], ...]
 OWN_ERRORS = (CheckpointError, PlanError, DrumlineError)
 CONTEXT = (40, 80)
 """Characters shown of a text before and from where it begins to differ from another."""
@@ -79,26 +78,19 @@ def _excerpt(text: str, other: str) -> str:
     return text[max(0, start - CONTEXT[0]) : start + CONTEXT[1]].strip()
 
 
-def run_on_all_ranks(
-    coor: Coordinator,
-    work: Callable[[], T],
-    *,
-    error_class: ErrorClasses = OWN_ERRORS,
-    timeout_s: float | None = None,
-) -> T:
+def run_on_all_ranks(coor: Coordinator, work: Callable[[], T]) -> T:
     """Run local work on every rank; return this rank's result, or raise on all. Collective.
 
     The rank whose work fails raises its own exception; so do the others if it is one of ours, and
     otherwise CheckpointError with its text.
     """
-    return run_and_share(coor, work, lambda result: None, error_class, timeout_s)[0]
+    return run_and_share(coor, work, lambda result: None)[0]
 
 
 def run_and_share(
     coor: Coordinator,
     work: Callable[[], T],
     summarize: Callable[[T], Any],
-    error_class: ErrorClasses = OWN_ERRORS,
     timeout_s: float | None = None,
 ) -> tuple[T, list[Any]]:
     """Run as `run_on_all_ranks`; return also the summary of every rank's result. Collective.
@@ -111,5 +103,5 @@ def run_and_share(
         results.append(work())
         return summarize(results[0])
 
-    summaries = coor.run_on_all_ranks(run, error_class=error_class, timeout_s=timeout_s)
+    summaries = coor.run_on_all_ranks(run, error_class=OWN_ERRORS, timeout_s=timeout_s)
     return results[0], summaries

@@ -1,8 +1,10 @@
 """Work that every rank does for itself, and one decision on all of them."""
 
+import re
+
 import pytest
 
-from coordinator import Coordinator, CoordinatorError, PeerLost, RemoteError
+from coordinator import Coordinator, CoordinatorError, DrumlineError, PeerLost, RemoteError
 from coordinator.errors import FailureReason, RankFailure
 
 
@@ -45,6 +47,37 @@ def test_a_failure_raises_its_own_type_there_and_names_the_rank_elsewhere(ranks,
         assert "a name" in error.error_text and "in raising" not in error.error_text
         assert "in work" in error.traceback and "rank 2 (host" in str(error)
         assert "test_run_on_all_ranks.py" in str(error)
+
+
+class Mistake(DrumlineError):
+    """Of whoever calls run_on_all_ranks, as PlanError is."""
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (Mistake("too small"), (Mistake, r"rank 2 \(host .*\): too small")),
+        (Mistake("rank 2: too small"), (Mistake, "rank 2: too small")),
+        (KeyError("a name"), (CoordinatorError, r"(?s)rank 0: rank 2 \(host .*KeyError.*")),
+    ],
+)
+def test_the_other_ranks_raise_the_class_of_the_caller(ranks, error, expected):
+    """Each layer made its own class of RemoteError, with a table and a text of its own."""
+
+    def body(info):
+        def work():
+            if info.rank == 2:
+                raise error
+
+        with Coordinator(info) as coor:
+            with pytest.raises(type(error) if info.rank == 2 else DrumlineError) as caught:
+                coor.run_on_all_ranks(work, error_class=(CoordinatorError, Mistake))
+            coor.barrier()
+            return [caught.value]
+
+    (zero,), _, _ = ranks(body, 3)
+    assert type(zero) is expected[0] and re.fullmatch(expected[1], str(zero))
+    assert isinstance(zero.__cause__ or zero.__context__, RemoteError)
 
 
 def test_of_several_failures_the_first_rank_is_named(ranks):
