@@ -86,7 +86,8 @@ def _plan(options: argparse.Namespace) -> None:
     memory = sizes_of_ranks(options.memory, num_ranks)
     assert memory is not None  # a required option
     sizes = (options.batch, options.length)
-    speeds = (options.bandwidth, options.hop)
+    bandwidth = sizes_of_ranks(options.bandwidth, num_ranks, "--bandwidth")
+    speeds = (bandwidth, options.hop)
     arguments = (options.model, memory, options.device_map, options.dtype, *sizes, *speeds)
     try:
         show_plan(*arguments, options.html, options.png, **_load_settings(options))
@@ -348,9 +349,9 @@ _PLAN_OPTIONS = (
     _count("--length", "cached tokens of each sequence", 0, low=0),
     _option(
         "--bandwidth",
-        "memory that a rank reads in a second",
+        "memory that each rank reads in a second, or one size for all; default: 20GB",
         type=functools.partial(_size, low=1),
-        default="20GB",
+        nargs="+",
         metavar="SIZE",
     ),
     _option(

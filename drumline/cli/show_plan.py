@@ -6,6 +6,8 @@ drumline plan --model DIR --memory 8GiB 8GiB 16GiB
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,22 @@ from drumline.cli import plan_pictures
 from drumline.contact.loading.hub import local_folder
 from drumline.core.device_map import format_nbytes
 from drumline.planner import model_profile
-from drumline.planner.cost_model import PassShape, estimate, ring_passes, uniform_speeds
+from drumline.planner.cost_model import (
+    DeviceSpeed,
+    PassShape,
+    estimate,
+    ring_passes,
+    uniform_speeds,
+)
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import nbytes
 from drumline.planner.plan import plan
 from drumline.planner.token_memory import token_memory, with_tokens
 from drumline.strategies.opening import describe_checkpoint
 from drumline.strategies.plan_inputs import sized_model
+
+DEFAULT_BANDWIDTH = "20GB"
+"""Of the memory of an ordinary computer."""
 
 
 def show_plan(
@@ -29,7 +40,7 @@ def show_plan(
     dtype: str | None = None,
     batch: int = 1,
     length: int = 0,
-    bandwidth: str = "20GB",
+    bandwidth: Sequence[str] | None = None,
     hop_us: float = 100.0,
     html: Path | None = None,
     png: Path | None = None,
@@ -38,7 +49,7 @@ def show_plan(
     """Print the device map, the memory that is left, and the most tokens per second.
 
     memory: of each rank. batch, length: sequences, and the tokens of each in the cache.
-    bandwidth: bytes that a rank reads in a second. hop_us: latency between two ranks.
+    bandwidth: bytes that each rank reads in a second. hop_us: latency between two ranks.
     html, png: files for pictures of the map. options: of `load`.
     """
     request = LoadOptions(dtype=dtype, **options)
@@ -49,7 +60,11 @@ def show_plan(
     for_tokens = token_memory(kind, config, torch_dtype, weights, batch, length)
     profile = with_tokens(weights, for_tokens)
     free_nbytes = {(rank, "cpu"): nbytes(size) for rank, size in enumerate(memory)}
-    speeds = uniform_speeds(free_nbytes, nbytes=nbytes(bandwidth), hop_s=hop_us * 1e-6)
+    bandwidth = bandwidth or [DEFAULT_BANDWIDTH] * len(memory)
+    read = [nbytes(size) for size in bandwidth]
+    speeds = uniform_speeds(free_nbytes, nbytes=read[0], hop_s=hop_us * 1e-6)
+    places = {place: DeviceSpeed(math.inf, read[place[0]]) for place in free_nbytes}
+    speeds = dataclasses.replace(speeds, places=places)
     shape = PassShape(batch, model_profile.hidden_width(config), torch_dtype.itemsize)
     planned = plan(profile, free_nbytes, device_map, speeds=speeds, step=shape)
     decoding = model_profile.decode_profile(model, profile)
@@ -64,7 +79,7 @@ def show_plan(
         f"{format_nbytes(kept)} of cache ({batch} x {length} tokens), "
         f"{format_nbytes(left)} left over\n"
         f"{shape.ring_passes * len(memory)} hops a token; at most {rate:.1f} tokens/s at "
-        f"{bandwidth}/s and {hop_us:g} us a hop"
+        f"{'/s, '.join(dict.fromkeys(bandwidth))}/s and {hop_us:g} us a hop"
     )
     if for_tokens.error:
         text += f"\n{for_tokens.warning(kind)}"

@@ -98,12 +98,14 @@ class DeviceMap:
 
     free_nbytes: the memory of every place that the plan may use, places without modules too.
     kept_nbytes: of the bytes of a module, those for its cache.
+    read_nbytes_a_second: of places, if the plan weighed how fast each of them reads weights.
     """
 
     places: dict[str, Place]
     nbytes: dict[str, int]
     free_nbytes: dict[Place, int]
     kept_nbytes: dict[str, int] = field(default_factory=dict)
+    read_nbytes_a_second: dict[Place, int] = field(default_factory=dict)
 
     @classmethod
     def of_parts(
@@ -162,6 +164,8 @@ class DeviceMap:
         bar = "█" * filled + "░" * (width - filled)
         names = abbreviate_names([name for name, where in self.places.items() if where == place])
         sizes = f"{format_nbytes(used):>10} of {format_nbytes(free_nbytes):<10}"
+        if speed := self.read_nbytes_a_second.get(place):
+            sizes += f" at {format_nbytes(speed):>10}/s "
         return f"rank {place[0]} {place[1]:<7} {bar} {sizes} {names or '(nothing)'}"
 
     def __str__(self) -> str:

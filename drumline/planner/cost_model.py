@@ -14,9 +14,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from drumline.core.device_map import DeviceMap, ModelProfile, ModulePart, Place
+
+NOISE = 0.15
+"""Devices of one make differ by up to this in such short measurements."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,23 @@ class DeviceSpeeds:
 
     places: Mapping[Place, DeviceSpeed]
     links: Mapping[int, LinkSpeed] = field(default_factory=dict)
+
+
+def equalize_similar_devices(
+    places: Mapping[Place, DeviceSpeed], noise: float = NOISE
+) -> dict[Place, DeviceSpeed]:
+    """Give devices of one kind that differ by less than the noise the speed of the best.
+
+    They are equal, and one measurement was disturbed: no reason to send a layer to another rank.
+    """
+    equalized = {}
+    for place, speed in places.items():
+        kind = place[1].partition(":")[0]
+        similar = [other for (_, name), other in places.items() if name.partition(":")[0] == kind]
+        best = [max(numbers) for numbers in zip(*map(astuple, similar), strict=True)]
+        pairs = zip(astuple(speed), best, strict=True)
+        equalized[place] = DeviceSpeed(*(b if n > (1 - noise) * b else n for n, b in pairs))
+    return equalized
 
 
 def uniform_speeds(

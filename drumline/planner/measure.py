@@ -7,7 +7,7 @@ plan(profile, free_nbytes, "fastest", speeds=speeds, step=PassShape(width=4096, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import astuple
 from statistics import median
 
@@ -16,16 +16,19 @@ import torch
 from communicator import Communicator, Unsupported
 from coordinator import Coordinator
 from drumline import timings
-from drumline.core.device_map import Place, first_device
-from drumline.planner.cost_model import DeviceSpeed, DeviceSpeeds, GroupSpeed, LinkSpeed
+from drumline.core.device_map import Place, first_device, offload_level
+from drumline.planner.cost_model import (
+    DeviceSpeed,
+    DeviceSpeeds,
+    GroupSpeed,
+    LinkSpeed,
+    equalize_similar_devices,
+)
 
 WEIGHTS = 32 << 20
 """Bytes of the matrix that is read: more than caches hold, and little beside a model."""
 
 TOKENS = 256
-NOISE = 0.15
-"""Devices of one make differ by up to this in such short measurements."""
-
 SMALL, LARGE = 64, 1 << 20
 """Bytes of the messages that give latency and bandwidth."""
 
@@ -66,19 +69,28 @@ def measure_speeds(
     return DeviceSpeeds(equalize_similar_devices(by_place), measure_links(coor, backend))
 
 
-def equalize_similar_devices(places: Mapping[Place, DeviceSpeed]) -> dict[Place, DeviceSpeed]:
-    """Give devices of one kind that differ by less than the noise the speed of the best.
+def measure_machines(
+    coor: Coordinator, places: Collection[Place], dtype: torch.dtype
+) -> DeviceSpeeds | None:
+    """The speed of each place that is not offloaded, measured once for each machine. Collective.
 
-    They are equal, and one measurement was disturbed: no reason to send a layer to another rank.
+    None where all ranks are on one machine, which are equal, or have other devices than the first
+    rank of theirs. Takes a quarter of a second and 32 MiB of memory, on all machines at once.
     """
-    equalized = {}
-    for place, speed in places.items():
-        kind = place[1].partition(":")[0]
-        similar = [other for (_, name), other in places.items() if name.partition(":")[0] == kind]
-        best = [max(numbers) for numbers in zip(*map(astuple, similar), strict=True)]
-        pairs = zip(astuple(speed), best, strict=True)
-        equalized[place] = DeviceSpeed(*(b if n > (1 - NOISE) * b else n for n, b in pairs))
-    return equalized
+    machines = [peer.machine for peer in coor.peers]
+    if len({*machines}) == 1:
+        return None
+    firsts = [machines.index(machine) for machine in machines]
+    devices = [first_device(d for owner, d in places if owner == rank) for rank in firsts]
+    own = devices[coor.rank] if firsts[coor.rank] == coor.rank else None
+    speeds = coor.allgather_object(own and astuple(measure_device(own, dtype)))
+    by_place = {
+        place: DeviceSpeed(*speeds[firsts[place[0]]])
+        for place in places
+        if not offload_level(place, places)
+        and place[1].partition(":")[0] == devices[place[0]].partition(":")[0]
+    }
+    return DeviceSpeeds(by_place)
 
 
 def measure_place(device: str, main: str, dtype: torch.dtype) -> DeviceSpeed:

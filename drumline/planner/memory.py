@@ -113,14 +113,16 @@ def limit_memory(free_nbytes: Mapping[Place, int], max_memory: Memory | None) ->
     return sort_places(limits)
 
 
-def sizes_of_ranks(sizes: list[str] | None, num_ranks: int) -> list[str] | None:
+def sizes_of_ranks(
+    sizes: list[str] | None, num_ranks: int, option: str = "--memory"
+) -> list[str] | None:
     """A size for each rank, of as many as there are ranks, or of one for all."""
     if sizes is None or len(sizes) == num_ranks:
         return sizes
     if len(sizes) == 1:
         return sizes * num_ranks
     raise PlanError(
-        f"--memory has {len(sizes)} sizes for {num_ranks} ranks; give one size for each rank, or "
+        f"{option} has {len(sizes)} sizes for {num_ranks} ranks; give one size for each rank, or "
         "one for all."
     )
 

@@ -8,6 +8,7 @@ print(plan(model, {(0, "cpu"): 20, (1, "cpu"): 20}))
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from drumline.core.device_map import (
@@ -21,11 +22,28 @@ from drumline.core.device_map import (
     sort_places,
 )
 from drumline.errors import PlanError, short_traceback
-from drumline.planner.cost_model import DeviceSpeeds, PartitionSearch, PassShape, part_time_s
+from drumline.planner.cost_model import (
+    DeviceSpeeds,
+    PartitionSearch,
+    PassShape,
+    equalize_similar_devices,
+    estimate,
+    part_time_s,
+)
 from drumline.planner.user_map import complete_user_map
 
 BISECTIONS = 50
 """Enough to tell a kilobyte of a petabyte."""
+
+UNEVEN = 0.4
+"""The part by which a place must be slower than the best for "auto" to weigh it: what machines do
+beside moves short measurements by less, and equal machines get equal parts."""
+
+FULL, SLACK = 0.9, 1.02
+"""The part of a fast place that "auto" fills where slow ones are spared, and how much longer than
+the shortest a token may then take for places to be filled less."""
+
+FILL_BISECTIONS = 8
 
 KINDS = ("auto", "balanced", "sequential", "fastest")
 """Plans by name, which a device_map may say."""
@@ -42,12 +60,13 @@ def plan(
 ) -> DeviceMap:
     """The device map of `model` over `free_nbytes`, by place, in the order of its keys.
 
-    "auto" and "balanced" fill every place to the same fraction of its memory; "sequential" fills
-    one after the other; "fastest" gives the most tokens a second at these `speeds`, for passes such
-    as `step`, and may leave slow places empty; a mapping of module names (or prefixes) to a place
-    or rank is checked and completed. Layers stay contiguous; the parts around them go to the first
-    place, where generate() runs, if they fit (a head elsewhere sends a vocabulary back per token),
-    else to the last one.
+    "auto" and "balanced" fill every place to the same fraction of its memory, unless `speeds` says
+    that some are slower by UNEVEN: then a token is to take the shortest time for which no place is
+    filled beyond FULL, or beyond that fraction. "sequential" fills one after the other; "fastest"
+    gives the most tokens a second at these `speeds`, for passes such as `step`, and may leave slow
+    places empty; a mapping of module names (or prefixes) to a place or rank is checked and
+    completed. Layers stay contiguous; the parts around them go to the first place, where generate()
+    runs, if they fit (a head elsewhere sends a vocabulary back per token), else to the last one.
 
     The CPU of a rank that has an accelerator, and "disk", are used only if the model does not fit
     without; then memory for two layers is kept free where they run: one at work, one on its way.
@@ -69,7 +88,7 @@ def plan(
         return planner.fastest(speeds or DeviceSpeeds({}), step or PassShape())
     for deepest in sorted(set(levels.values())):
         planner = _Planner(model, free_nbytes, levels, deepest)
-        complete_map = planner.plan(sequential=device_map == "sequential")
+        complete_map = planner.plan(device_map == "sequential", speeds, step or PassShape())
         if complete_map is not None:
             return complete_map
     raise planner.impossible()
@@ -96,14 +115,50 @@ class _Planner:
         self.groups = _contiguous_groups(model)
         self.pinned: dict[str, Place] = {}
 
-    def plan(self, sequential: bool) -> DeviceMap | None:
+    def plan(
+        self, sequential: bool, speeds: DeviceSpeeds | None, step: PassShape
+    ) -> DeviceMap | None:
         """None if the model does not fit."""
         placed = self._fill_somehow()
         if placed is None:
             return None
-        if not sequential:
-            placed = self._lowest_fill(placed)
-        return self._map(placed)
+        if sequential:
+            return self._map(placed)
+        fraction, placed = self._lowest_fill(placed)
+        uneven = self._uneven(speeds)
+        return self._weighed(fraction, uneven, step) if uneven else self._map(placed)
+
+    def _uneven(self, speeds: DeviceSpeeds | None) -> DeviceSpeeds | None:
+        """The speeds of all places, without those of links, if these are not much the same."""
+        places = {place: speeds.places.get(place) for place in self.order} if speeds else {}
+        measured = {place: speed for place, speed in places.items() if speed is not None}
+        evened = equalize_similar_devices(measured, UNEVEN)
+        is_even = len(measured) < len(self.order) or len({*evened.values()}) == 1
+        return None if is_even or self.deepest else DeviceSpeeds(evened)
+
+    def _weighed(self, lowest: float, speeds: DeviceSpeeds, step: PassShape) -> DeviceMap:
+        """The map with the shortest token, and the least filled of those that are nearly as good.
+
+        lowest: the fraction of all places that the model fills at least.
+        """
+
+        def at(fraction: float) -> tuple[float, DeviceMap]:
+            placed = self._quickest(speeds, step, fraction)
+            assert placed is not None, "it fits at the lowest fraction, and at any above"
+            device_map = self._map(placed)
+            return estimate(self.model, device_map, speeds, step).pass_s, device_map
+
+        low, high = lowest, max(lowest, FULL)
+        shortest_s, device_map = at(high)
+        for _ in range(FILL_BISECTIONS):
+            middle = (low + high) / 2
+            pass_s, attempt = at(middle)
+            if pass_s <= SLACK * shortest_s:
+                high, device_map = middle, attempt
+            else:
+                low = middle
+        read_nbytes = {place: int(speed.nbytes) for place, speed in speeds.places.items()}
+        return replace(device_map, read_nbytes_a_second=read_nbytes)
 
     def fastest(self, speeds: DeviceSpeeds, step: PassShape) -> DeviceMap:
         if self._fill_somehow() is None:
@@ -114,6 +169,15 @@ class _Planner:
                 f'device_map="fastest", and nothing is known of the speed of {unknown}; give '
                 "speeds for every place, as measure_speeds(coor, ...) finds them."
             )
+        placed = self._quickest(speeds, step, 1.0)
+        if placed is None:
+            raise self.impossible()
+        return self._map(placed)
+
+    def _quickest(
+        self, speeds: DeviceSpeeds, step: PassShape, fraction: float
+    ) -> list[Place] | None:
+        """The place of each group for the most tokens a second, places filled to `fraction`."""
         spend = [speeds.places[place] for place in self.order]
         fixed = [0.0] * len(self.order)
         for part in self.model.others:
@@ -124,14 +188,12 @@ class _Planner:
             [[sum(part_time_s(p, speed, step) for p in g) for g in self.groups] for speed in spend],
             fixed,
             [sum(part.nbytes for part in group) for group in self.groups],
-            [self._capacity(place, 1.0) for place in self.order],
+            [max(0, self._capacity(place, fraction)) for place in self.order],
         ).best(speeds, step)
         if ends is None:
-            raise self.impossible()
+            return None
         starts = [0, *ends[:-1]]
-        return self._map(
-            [place for n, place in enumerate(self.order) for _ in range(starts[n], ends[n])]
-        )
+        return [place for n, place in enumerate(self.order) for _ in range(starts[n], ends[n])]
 
     def _fill_somehow(self) -> list[Place] | None:
         """The place of each group, with the parts around the layers where the layers still fit.
@@ -208,7 +270,7 @@ class _Planner:
             placed.append(place)
         return placed
 
-    def _lowest_fill(self, placed: list[Place]) -> list[Place]:
+    def _lowest_fill(self, placed: list[Place]) -> tuple[float, list[Place]]:
         low, high = 0.0, 1.0
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
@@ -217,7 +279,7 @@ class _Planner:
                 low = middle
             else:
                 high, placed = middle, attempt
-        return placed
+        return high, placed
 
     def _map(self, placed: list[Place]) -> DeviceMap:
         where = dict(self.pinned)

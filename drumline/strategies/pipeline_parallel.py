@@ -31,6 +31,7 @@ from drumline.offload.prefetcher import make_prefetcher
 from drumline.pipeline.driver import PipelineDriver
 from drumline.pipeline.master_model import distribute
 from drumline.planner.load_options import LoadOptions
+from drumline.planner.measure import measure_machines
 from drumline.stages.cuda_graphs import CudaGraphs
 from drumline.stages.ring import Ring
 from drumline.stages.stage import Stage
@@ -65,7 +66,10 @@ def _load_stage(
     with monitored_loading(coor, lambda rank: planned[0].holds(rank) if planned else ""):
         inputs = collect_plan_inputs(coor, path, options)
         mode = options.device_map or "auto"
-        device_map = run_on_all_ranks(coor, lambda: inputs.plan(mode, options.speeds))
+        speeds = options.speeds
+        if mode in ("auto", "balanced"):
+            speeds = measure_machines(coor, inputs.free_nbytes, inputs.checkpoint.dtype)
+        device_map = run_on_all_ranks(coor, lambda: inputs.plan(mode, speeds))
         planned.append(device_map)
         log.info("rank %d: %s of %s", coor.rank, device_map.of(coor.rank), path)
         facts = {"plan": device_map.to_json(), "cuda_graphs": str(options.cuda_graphs)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
 import time
 
 import pytest
@@ -10,7 +12,8 @@ import torch
 from transformers import LlamaConfig
 
 import drumline
-from coordinator import Coordinator
+from coordinator import Coordinator, peers
+from drumline.planner import measure
 from drumline.planner.cost_model import DeviceSpeed, GroupSpeed, LinkSpeed
 from drumline.planner.measure import (
     equalize_similar_devices,
@@ -56,6 +59,41 @@ def test_devices_that_differ_by_little_count_as_equal():
         (1, "cuda:0"): DeviceSpeed(101.0, 99.0),
     }
     assert equalize_similar_devices(found) == {**found, (0, "cpu"): DeviceSpeed(100.0, 5.0)}
+
+
+@pytest.fixture
+def hosts(monkeypatch):
+    """By rank, the host that it says it is on."""
+    names = {}
+    monkeypatch.setattr(peers.socket, "gethostname", lambda: names[threading.get_ident()])
+    return lambda info, host: names.setdefault(threading.get_ident(), host)
+
+
+@pytest.mark.parametrize(("slow", "num_layers"), [(0.3, 1), (0.7, 3)])
+def test_auto_gives_a_slow_host_few_layers_and_equal_hosts_the_same(
+    checkpoints, ranks, hosts, monkeypatch, slow, num_layers
+):
+    """By memory alone, a host with a third of a core and twice the memory got 7 of 9 layers."""
+    _, path = checkpoints.llama()
+    total = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+    def rank(info):
+        hosts(info, f"host{info.rank // 2}")
+        speeds[threading.get_ident()] = 1e10 * (slow if info.rank > 1 else 1.0)
+        with Coordinator(info) as coor:
+            memory = [total, 1, total, 1]
+            with (
+                contextlib.suppress(drumline.WorkerExit),
+                drumline.load(path, coor=coor, max_memory=memory) as model,
+            ):
+                return model.device_map
+
+    speeds: dict[int, float] = {}
+    measured = lambda device, dtype: DeviceSpeed(1e13, speeds[threading.get_ident()])  # noqa: E731
+    monkeypatch.setattr(measure, "measure_device", measured)
+    device_map = ranks(rank, 4, nodes=[2, 2])[0]
+    assert sum("layers" in name for name in device_map.of(2)) == num_layers
+    assert ("at" in str(device_map)) == (num_layers == 1)
 
 
 def test_what_is_read_from_disk_is_slower_than_what_is_in_memory():

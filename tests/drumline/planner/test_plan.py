@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 from drumline import DeviceMap, ModelProfile, ModulePart, PlanError, plan
 from drumline.core.device_map import abbreviate_names
+from drumline.planner.cost_model import DeviceSpeed, DeviceSpeeds, estimate
 from drumline.planner.memory import limit_memory, nbytes
+from drumline.planner.plan import SLACK
 
 
 @st.composite
@@ -73,6 +76,25 @@ def test_the_text_of_a_device_map_has_every_place_of_it(model, free_nbytes, mode
     assert {(rank, device): nbytes for rank, device, nbytes in free} == device_map.free_nbytes
 
 
+@given(layouts(), memories, st.lists(st.floats(0.1, 1.0), min_size=5, max_size=5))
+def test_a_plan_by_speed_keeps_to_the_memory_and_never_makes_a_token_slower(model, free, factors):
+    speeds = speeds_of(free, factors)
+    try:
+        plain = plan(model, free)
+    except PlanError:
+        return
+    chosen = plan(model, free, speeds=speeds)
+    assert all(chosen.used(place) <= free[place] for place in free)
+    assert sum(chosen.used(place) for place in free) == model.nbytes
+    took = [estimate(model, each, speeds).pass_s for each in (chosen, plain)]
+    assert took[0] <= SLACK * took[1] + 1e-9
+
+
+def speeds_of(places, factors) -> DeviceSpeeds:
+    pairs = zip(places, factors, strict=False)
+    return DeviceSpeeds({place: DeviceSpeed(math.inf, factor * 100) for place, factor in pairs})
+
+
 LLAMA = ModelProfile(
     layers=tuple(ModulePart(f"model.layers.{i}", 100) for i in range(8)),
     others=(
@@ -91,6 +113,23 @@ def layers_by_rank(chosen: DeviceMap) -> list[int]:
 def test_auto_fills_every_rank_to_the_same_part_of_its_memory():
     free_nbytes = {(0, "cpu"): 600, (1, "cpu"): 600, (2, "cpu"): 1200}
     assert layers_by_rank(plan(LLAMA, free_nbytes)) == [1, 2, 5]
+
+
+@pytest.mark.parametrize("factors", [[1.0, 1.0, 1.0], [0.7, 1.0, 0.9], [1.0, 0.61, 0.61]])
+def test_hosts_that_measure_nearly_the_same_get_the_parts_of_equal_ones(factors):
+    """Noise would move layers between machines from one start to the next."""
+    free = {(rank, "cpu"): 700 for rank in range(3)}
+    assert plan(LLAMA, free, speeds=speeds_of(free, factors)) == plan(LLAMA, free)
+
+
+def test_a_slow_host_gets_what_the_fast_ones_have_no_room_for_and_these_equal_parts():
+    free = {(0, "cpu"): 500, (1, "cpu"): 2000, (2, "cpu"): 500, (3, "cpu"): 500}
+    chosen = plan(LLAMA, free, speeds=speeds_of(free, [1.0, 0.3, 1.0, 1.0]))
+    assert [len(chosen.of(rank)) for rank in range(4)] == [5, 0, 3, 3]
+    assert "(nothing)" in str(chosen) and " 30 B/s" in str(chosen)
+    free[(2, "cpu")] = free[(3, "cpu")] = 90
+    chosen = plan(LLAMA, free, speeds=speeds_of(free, [1.0, 0.3, 1.0, 1.0]))
+    assert chosen.used((0, "cpu")) <= 450 and len(chosen.of(1)) > 3
 
 
 def test_many_ranks_are_planned_for_in_a_moment():
