@@ -3,13 +3,14 @@
 python -m tests.programs.file_changes    # `run` to a script's first line, an allreduce, a token
 
 By sys.setprofile, on one thread. A call counts whose nearest caller of ours is in another file;
-returns do not, nor bodies of modules, nor what C does. Pairs are the different ones of them, which
-is what a reader must follow once.
+returns do not, nor bodies of modules and classes, nor what C does. Pairs are the different ones of
+them, which is what a reader must follow once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import subprocess
 import sys
 import tempfile
@@ -55,11 +56,11 @@ class Way:
             self._callers.pop()
 
     def _file(self, code: CodeType) -> str:
-        """The file, if it is ours and no module's body; else ""."""
+        """The file, if it is ours, and the code not the body of a module or class; else ""."""
         if code not in self._file_of:
             path = Path(code.co_filename)
             is_ours = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in LAYERS
-            is_call = is_ours and code.co_name != "<module>"
+            is_call = is_ours and bool(code.co_flags & inspect.CO_OPTIMIZED)
             self._file_of[code] = str(path.relative_to(ROOT)) if is_call else ""
         return self._file_of[code]
 
