@@ -41,7 +41,7 @@ def model_class(config: Any) -> type[Any]:
 def build_on_meta(cls: type[Any], config: Any, dtype: torch.dtype) -> Any:
     """The model on meta: names, shapes and ties, and no weights."""
     with model_building(cls), init_on_meta():
-        return models.build(cls, config, dtype)
+        return models.build(cls, config, dtype).to("meta")  # torch.FloatTensor() is never there
 
 
 def build_as_kept(

@@ -32,7 +32,11 @@ SIZES = (
 
 def tiny_config(kind: type[Any]) -> Any:
     """The default config of a class of models with few layers, which are narrow."""
-    fields = kind.config_class().to_dict()
+    return kind.config_class(**_tiny_fields(kind.config_class().to_dict()))
+
+
+def _tiny_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields that are to differ, of the configs in a config too."""
     sizes: dict[str, Any] = {
         name: min(value, size)
         for name, value in fields.items()
@@ -40,12 +44,20 @@ def tiny_config(kind: type[Any]) -> Any:
         for size in [_tiny_size(name)]
         if size is not None
     }
+    heads = [sizes.get(name) for name in ("num_attention_heads", "num_key_value_heads")]
+    if None not in heads and fields["num_attention_heads"] == fields["num_key_value_heads"]:
+        sizes["num_key_value_heads"] = heads[0]  # of latents each head has its own
     tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
     sizes |= {name: 1 for name in tokens if isinstance(fields.get(name), int)}
     if isinstance(layer_types := fields.get("layer_types"), list):
         kinds = list(dict.fromkeys(layer_types))
         sizes["layer_types"] = [kinds[number % len(kinds)] for number in range(4)]
-    return kind.config_class(**sizes)
+    inner = {n: v for n, v in fields.items() if isinstance(v, dict) and "model_type" in v}
+    return sizes | {
+        name: {key: v for key, v in value.items() if key != "per_layer_config"}
+        | _tiny_fields(value)
+        for name, value in inner.items()
+    }
 
 
 def _tiny_size(name: str) -> int | None:
