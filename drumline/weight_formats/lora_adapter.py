@@ -55,6 +55,7 @@ PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
 """Fields of adapter_config.json, and the fields whose values they have for some modules."""
 BIASES = ("none", "all", "lora_only")
 ALL_LINEAR = "all-linear"
+NOT_LITERAL = {*r".^$*+?{}[]\|()"}  # letters with a meaning in a pattern
 PIECE = r"\\[.dw]|\[\^?[\w.-]+\]|[\w.-]"
 PATTERN_TOKEN = re.compile(
     rf"(?:{PIECE})(?P<repeat>[*+?]?)|(?P<group>\((?:\?:)?(?:{PIECE}|\|)*\))|[\^$]"
@@ -93,12 +94,12 @@ def _is_target(module: str, targets: Any) -> bool:
     """
     if isinstance(targets, list):
         return any(f".{module}".endswith(f".{target}") for target in targets)
-    if targets.isidentifier() or targets == ALL_LINEAR:
+    if not NOT_LITERAL & {*targets} or targets == ALL_LINEAR:
         return targets in (module, ALL_LINEAR)
     try:
         is_cheap = num_match_steps(targets, len(module)) <= MAX_MATCH_STEPS
         return not is_cheap or bool(re.fullmatch(targets, module))
-    except (FieldError, re.error):
+    except FieldError:
         return True
 
 
@@ -110,7 +111,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     """The pattern as peft's get_pattern_key has it, for fullmatch()."""
     try:
         return re.compile(rf"(.*\.)?({pattern})")
-    except re.error as error:
+    except (re.error, RecursionError, OverflowError) as error:
         raise FieldError(f"{pattern!r:.99} is not a pattern ({error})") from error
 
 
@@ -267,6 +268,8 @@ class LoraAdapter:
         targets, saved = self.settings.get("target_modules"), self.settings.get("modules_to_save")
         if not _is_list_of_names(targets) and not isinstance(targets, str):
             raise FieldError(f"target_modules={targets!r:.60} is neither names nor a pattern")
+        if isinstance(targets, str) and len(targets) <= MAX_PATTERN_CHARS:
+            _compiled(targets)
         if saved is not None and not _is_list_of_names(saved):
             raise FieldError(f"modules_to_save={saved!r:.60} is not a list of names")
         if (bias := self.settings.get("bias", "none")) not in BIASES:

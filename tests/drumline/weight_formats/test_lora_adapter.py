@@ -292,6 +292,8 @@ LIES = [
     ({"target_modules": ["v_proj"]}, "q_proj.weight, which its target_modules do not name"),
     ({"target_modules": r".*v_proj"}, "q_proj.weight, which its target_modules do not name"),
     ({"target_modules": None}, "target_modules=None is neither"),
+    ({"target_modules": "\ud800"}, "q_proj.weight, which its target_modules do not name"),
+    ({"target_modules": "("}, "'\\(' is not a pattern"),
     ({"modules_to_save": 7}, "modules_to_save=7 is not a list"),
     ({"bias": "some"}, "bias='some' is none of"),
     ({"bias": None}, "bias=None is none of"),  # which peft refuses, too
