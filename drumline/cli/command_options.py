@@ -134,29 +134,25 @@ def _bench(options: argparse.Namespace) -> None:
 def _serve(options: argparse.Namespace) -> None:
     set_patience(options.patience)
     memory = _check_model(options)
-    endpoint = (options.host, options.port, options.api_key_file)
-    limits = (options.max_length, options.max_running, options.max_waiting)
-    names = ("served_model_name", "chat_template", "log_requests", "allowed_origins")
+    names = (
+        *("host", "port", "max_length", "max_running", "max_waiting", "dtype", "device_map", "tp"),
+        *("served_model_name", "chat_template", "log_requests", "allowed_origins"),
+    )
     settings = {name: getattr(options, name) for name in names}
-    map_options = {name: getattr(options, name) for name in ("dtype", "device_map", "tp")}
-    load_settings = _load_settings(options)
     worker = "drumline.serving.front.rank_worker"
     job = _job_of_nodes(options, f"{worker}:serve_front", worker, options.restarts)
-    arguments = (options.model, *endpoint, options.memory if job else memory, *limits)
-    settings |= map_options | load_settings
+    settings |= {"model_path": options.model, "key_file": options.api_key_file}
+    settings |= {"memory": options.memory if job else memory, **_load_settings(options)}
     with _sigterm_ends_well():
         if job is not None and job.node_rank:
-            sizes = (None, None, options.max_running)
-            work = ("", (), job.node_rank, options.model, *sizes, map_options, load_settings)
-            followed = (dataclasses.replace(job, args=work),)
+            followed = (dataclasses.replace(job, args=("", (), job.node_rank, settings)),)
             call_by_name("drumline.serving.front.rank_launch", "follow_front", followed, {})
         elif job is not None:
             front = "drumline.serving.front.front_server"
-            restarted = (options.restarts, job, *arguments)
-            call_by_name(front, "serve_with_restarts", restarted, settings)
+            call_by_name(front, "serve_with_restarts", (options.restarts, job), settings)
         else:
             server = ("drumline.serving.http_server", "serve")
-            _on_ranks(*server, options.ranks, arguments, settings, options.encrypt)
+            _on_ranks(*server, options.ranks, (), settings, options.encrypt)
 
 
 def _job_of_nodes(

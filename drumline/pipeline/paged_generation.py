@@ -72,6 +72,7 @@ class BatchedRanks:
         self.model, self.driver = model, model._driver
         self.loaded_attention = str(attention_of(model.config))
         self._is_tried = False
+        self._used_attention: str | None = None
         self._managers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.Lock()  # a thread that ends may not change what another's step uses
 
@@ -114,14 +115,16 @@ class BatchedRanks:
             self._managers.add(manager)
             if attention_of(self.model.config) != name:
                 self.model._use_attention(name)
+                self._used_attention = name
 
-    def release_attention(self, manager: Any) -> None:
+    def release_attention(self, manager: Any = None) -> None:
         """Have all layers attend as they were loaded, unless another manager is there."""
         with self._lock:
-            self._managers.discard(manager)
-            is_changed = attention_of(self.model.config) != self.loaded_attention
-            if not self._managers and is_changed and self._are_there:
+            if manager is not None:
+                self._managers.discard(manager)
+            if self._used_attention is not None and not self._managers and self._are_there:
                 self.model._use_attention(self.loaded_attention)
+                self._used_attention = None
 
     def make_pools(self, *shape: list[int]) -> PoolsOfRanks:
         return PoolsOfRanks(self.driver, *shape)
@@ -252,6 +255,11 @@ class PagedGenerationMixin:
     @cached_property
     def _batched_ranks(self) -> BatchedRanks:
         return BatchedRanks(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if "_batched_ranks" in self.__dict__:  # a manager may be gone without a stop()
+            self._batched_ranks.release_attention()
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def init_continuous_batching(
         self,

@@ -45,7 +45,6 @@ from drumline.serving.answers.response_writer import (
 from drumline.serving.front.remote_scheduler import RemoteScheduler
 from drumline.serving.grammar import GrammarCompiler
 from drumline.serving.prompt_reader import PromptReader, Prompts
-from drumline.serving.sampling import TokenLogprob
 from drumline.serving.scheduler import BatchScheduler, Scheduler, ServingLimits
 from drumline.serving.status import StatusReport
 
@@ -271,10 +270,7 @@ class Service:
         is_chat = isinstance(body, protocol.ChatCompletionRequest)
         formatter = None if body.num_logprobs is None else LogprobFormatter(self.tokenizer, is_chat)
         response = ResponseBuilder(self.name, is_chat, formatter, request.state.request_id)
-        events = self._measured(stream, request)
-        if isinstance(body, protocol.CompletionRequest) and body.echo:
-            events = self._echoed(stream, events)
-        pieces = message_pieces(events, parsers)
+        pieces = message_pieces(self._measured(stream, request), parsers)
         if not body.stream:
             return await whole_response(stream, pieces, response)
         with as_internal_error():  # an error before the first event still has a status of its own
@@ -293,7 +289,7 @@ class Service:
         def sequence(prompt: list[int], choice: int) -> SequenceRequest:
             grammar = None if schema is None else self._grammars.json(schema)
             params = body.sampling_params(max_tokens, choice, self._sampling, end_token)
-            return SequenceRequest(prompt, params, end_tokens, grammar, body.scores_prompt)
+            return SequenceRequest(prompt, params, end_tokens, grammar, body.has_echo)
 
         try:
             return [sequence(prompt, i) for prompt in prompts for i in range(body.num_choices)]
@@ -305,20 +301,6 @@ class Service:
     @functools.cached_property
     def _grammars(self) -> GrammarCompiler:
         return GrammarCompiler(self.tokenizer, self.scheduler.vocabulary)
-
-    async def _echoed(
-        self, stream: RequestStream, events: AsyncIterator[TextEvent]
-    ) -> AsyncIterator[TextEvent]:
-        """The prompts, and then the events."""
-        for index, generation in enumerate(stream.generations):
-            text = self.tokenizer.decode(
-                generation.prompt, skip_special_tokens=stream.skip_special_tokens
-            )
-            first = TokenLogprob(generation.prompt[0], None, ())
-            has_logprobs = generation.params.forced and generation.params.num_logprobs is not None
-            yield TextEvent(index, text, None, [first] if has_logprobs else [])
-        async for event in events:
-            yield event
 
     def _check_length(self, num_prompt: int, max_tokens: int) -> None:
         if num_prompt == 0:

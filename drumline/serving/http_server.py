@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,70 +35,97 @@ MAX_WAITING_CONNECTIONS = 256  # idle, or sending, beside those whose requests r
 BACKLOG = 256  # connections that the kernel keeps, and that asyncio accepts at once
 
 
-def serve(
-    model_path: str,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    key_file: str | None = None,
-    memory: Memory | None = None,
-    max_length: int | None = None,
-    max_running: int = 16,
-    max_waiting: int = 64,
-    *,
-    dtype: str | None = None,
-    device_map: str = "auto",
-    tp: int | None = None,
-    served_model_name: Sequence[str] | None = None,
-    chat_template: str | None = None,
-    log_requests: bool = False,
-    allowed_origins: Sequence[str] | None = None,
-    **options: Any,
-) -> None:
-    """Load the model over all ranks, and answer requests on rank 0 until stopped. Collective.
+@dataclass(frozen=True)
+class ServerSettings:
+    """The arguments of serve(), by which a server is started.
 
     host: the address to listen on. Any but a loopback address requires key_file, a file with the
     key that clients send. port: 0 takes a free one; the first line that is printed names it.
-    max_length: tokens of a prompt with its completion. max_running, max_waiting: prompts at a time.
-    dtype, device_map, tp: as in load(). served_model_name: what requests call the model; the name
-    of its folder if not given. chat_template: a file with a Jinja template, or the template itself.
-    log_requests: a line of the log for each request. allowed_origins: of pages in browsers that may
-    send requests. options: of load().
-
-    Raises PeerLost when a rank is lost, after every open request was answered with that error.
+    memory: of each rank. max_length: tokens of a prompt with its completion. max_running,
+    max_waiting: prompts at a time. dtype, device_map, tp: as in load(). served_model_name: what
+    requests call the model; the name of its folder if not given. chat_template: a file with a Jinja
+    template, or the template itself. log_requests: a line of the log for each request.
+    allowed_origins: of pages in browsers that may send requests. load_options: others of load().
     """
+
+    model_path: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    key_file: str | None = None
+    memory: Memory | None = None
+    max_length: int | None = None
+    max_running: int = 16
+    max_waiting: int = 64
+    dtype: str | None = None
+    device_map: str = "auto"
+    tp: int | None = None
+    served_model_name: Sequence[str] | None = None
+    chat_template: str | None = None
+    log_requests: bool = False
+    allowed_origins: Sequence[str] | None = None
+    load_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, *arguments: Any, **options: Any) -> ServerSettings:
+        """The settings of these fields; what is not one of them is an option of load()."""
+        own = {name: options.pop(name) for name in cls.__dataclass_fields__ if name in options}
+        return cls(*arguments, **{"load_options": options, **own})
+
+    @property
+    def names(self) -> list[str]:
+        """The names that requests may use: that of the folder if none is given."""
+        path = self.model_path
+        own = path if is_hub_id(path) else Path(path).resolve().name
+        return list(self.served_model_name or ()) or [own]
+
+    def load(
+        self, folder: str | Path, coor: Coordinator, memory: Memory | None, length: int
+    ) -> Any:
+        """Load the model of a folder over all ranks, as a context. Collective."""
+        return load(
+            folder,
+            self.device_map,
+            coor,
+            max_memory=memory,
+            dtype=self.dtype,
+            batch=self.max_running,
+            length=length,
+            tp=self.tp,
+            disable_mmap=True,  # for as long as it runs, tokens count, and files may change
+            **self.load_options,
+        )
+
+
+def serve(model_path: str, *arguments: Any, **options: Any) -> None:
+    """Load the model over all ranks, and answer requests on rank 0 until stopped. Collective.
+
+    arguments, options: the other fields of ServerSettings, and options of load(). Raises PeerLost
+    when a rank is lost, after every open request was answered with that error.
+    """
+    settings = ServerSettings.of(model_path, *arguments, **options)
     with Coordinator() as coor:
 
         def prepare(folder: Path) -> Endpoint:  # on rank 0, which alone may have the files
-            return Endpoint.open(folder, host, port, key_file, max_length, chat_template, options)
+            return Endpoint.open(folder, settings)
 
-        folder, endpoint = folder_on_all_ranks(coor, model_path, options, prepare)
+        folder, endpoint = folder_on_all_ranks(coor, model_path, settings.load_options, prepare)
         length = coor.broadcast_object(endpoint and endpoint.max_length)
         with (
             # Rank 0 decides when the others end, so that they do not obey the signal themselves.
             endpoint.listener if endpoint else handling_signals(signal.SIG_IGN),
-            load(
-                folder,
-                device_map,
-                coor,
-                max_memory=memory,
-                dtype=dtype,
-                batch=max_running,
-                length=length,
-                tp=tp,
-                disable_mmap=True,  # for as long as it runs, tokens count, and files may change
-                **options,
-            ) as model,
+            settings.load(folder, coor, settings.memory, length) as model,
         ):
             assert endpoint is not None  # the other ranks never leave load()
             from drumline.serving.app import Service
 
-            names = served_names(model_path, served_model_name)
-            limits = limits_for(model, length, max_running, max_waiting)
+            limits = limits_for(model, length, settings.max_running, settings.max_waiting)
             sampling = endpoint.sampling
-            service = Service(names, model, endpoint.tokenizer, limits, coor.peers, sampling)
+            service = Service(
+                settings.names, model, endpoint.tokenizer, limits, coor.peers, sampling
+            )
             # A host that does not answer may recover: an error of the calls that wait for it.
             with coor.on_failure(functools.partial(_fail, service), is_waiting=lambda: False):
-                serve_requests(service, endpoint, log_requests, allowed_origins)
+                serve_requests(service, endpoint, settings)
 
 
 def _fail(service: Any, failure: RankFailure) -> None:
@@ -121,33 +148,19 @@ class Endpoint:
     sampling: Mapping[str, float]
 
     @classmethod
-    def open(
-        cls,
-        folder: str | Path,
-        host: str,
-        port: int,
-        key_file: str | None,
-        max_length: int | None,
-        chat_template: str | None,
-        options: Mapping[str, Any],
-    ) -> Endpoint:
-        """Raises DrumlineError for what cannot be served; the arguments are those of serve()."""
+    def open(cls, folder: str | Path, settings: ServerSettings) -> Endpoint:
+        """Raises DrumlineError for what cannot be served. folder: of the model's files."""
         _check_packages()
-        key = _read_key(host, key_file)
+        options = settings.load_options
+        key = _read_key(settings.host, settings.key_file)
         config = _decoder_config(folder, options)
-        length = _length(config, max_length)
+        length = _length(config, settings.max_length)
         tokenizer = read_model_tokenizer(folder, **options)
-        tokenizer = _with_template(tokenizer, chat_template)
+        tokenizer = _with_template(tokenizer, settings.chat_template)
         _check_template(folder, tokenizer.chat_template)
         tokenizer.response_template = _response_template(folder, tokenizer, config)
         sampling = read_sampling_defaults(folder)
-        return cls(tokenizer, _bound(host, port), key, length, sampling)
-
-
-def served_names(model_path: str, served_model_name: Sequence[str] | None) -> list[str]:
-    """The names that requests may use: that of the folder if none is given."""
-    own = model_path if is_hub_id(model_path) else Path(model_path).resolve().name
-    return list(served_model_name or ()) or [own]
+        return cls(tokenizer, _bound(settings.host, settings.port), key, length, sampling)
 
 
 def limits_for(model: Any, max_length: int, max_running: int, max_waiting: int) -> ServingLimits:
@@ -285,17 +298,16 @@ def _check_packages() -> None:
         ) from error
 
 
-def serve_requests(
-    service: Any, endpoint: Endpoint, log_requests: bool, allowed_origins: Sequence[str] | None
-) -> None:
+def serve_requests(service: Any, endpoint: Endpoint, settings: ServerSettings) -> None:
     """Listen and answer until SIGINT, SIGTERM or service.failure, which is raised."""
     from drumline.contact import uvicorn_api
     from drumline.serving.app import application
 
-    if log_requests:
+    if settings.log_requests:
         logging.getLogger("drumline.requests").setLevel(logging.INFO)
     with contextlib.closing(service):
-        app, listener = application(service, endpoint.key, allowed_origins), endpoint.listener
+        app = application(service, endpoint.key, settings.allowed_origins)
+        listener = endpoint.listener
         server = uvicorn_api.server(uvicorn_config(app, service.limits))
         listener.listen(BACKLOG)
         host, port = listener.getsockname()[:2]

@@ -23,6 +23,7 @@ VLLM_NAMES = {
     "drumline_finished_choices": "vllm:request_success",
     "drumline_first_token_seconds": "vllm:time_to_first_token_seconds",
     "drumline_new_tokens": "vllm:generation_tokens",
+    "drumline_pool_usage": "vllm:kv_cache_usage_perc",
     "drumline_prompt_tokens": "vllm:prompt_tokens",
     "drumline_request_seconds": "vllm:e2e_request_latency_seconds",
     "drumline_requests_running": "vllm:num_requests_running",
@@ -48,11 +49,13 @@ class SchedulerCollector(Collector):  # type: ignore[misc]
             "Times that the ranks were restarted.",
             value=scheduler.num_restarts,
         )
+        load = scheduler.load
         for name, text, value in (
-            ("requests_running", "Sequences in a batch now.", scheduler.num_running),
+            ("requests_running", "Sequences in a batch now.", load.num_running),
             ("requests_waiting", "Sequences in the queue now.", scheduler.num_waiting),
+            ("pool_usage", "Share of the pages of keys that sequences have.", load.pool_usage),
             ("ranks_missing", "Ranks that did not come up again.", scheduler.num_missing_ranks),
-            ("largest_batch", "Most sequences of one batch so far.", scheduler.largest_batch),
+            ("largest_batch", "Most sequences of one batch so far.", load.largest_batch),
         ):
             yield GaugeMetricFamily(f"drumline_{name}", text, value=value)
 

@@ -25,11 +25,16 @@ class OneByOne:
     """
 
     failure = None
+    pool_usage = 0.0
 
     def __init__(self, model: Any, choose: Callable[..., list[int]]):
         self.model, self._choose = model, choose
         self.names_in_step: list[str] = []
         self._cancelled: set[str] = set()
+
+    @property
+    def num_running(self) -> int:
+        return len(self.names_in_step)
 
     def start(self) -> None:
         self._requests: queue.SimpleQueue[tuple[list[int], str] | None] = queue.SimpleQueue()
@@ -37,7 +42,7 @@ class OneByOne:
     def is_running(self) -> bool:
         return True
 
-    def stop(self, **_: Any) -> None:
+    def stop(self, *, hard_stop: bool = False) -> None:
         """End the loop over this, once the sequence that runs was cancelled."""
         self._requests.put(None)
 
@@ -68,6 +73,7 @@ class OneByOne:
                 logits_processor=[self._chosen],
                 stopping_criteria=[self._is_cancelled],
             )
+        self.names_in_step = []
         self._cancelled.discard(name)
 
     def _chosen(self, _: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

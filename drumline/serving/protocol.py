@@ -133,8 +133,8 @@ class GenerationRequest(ApiObject):
         raise NotImplementedError
 
     @property
-    def scores_prompt(self) -> bool:
-        """True if the log-probabilities of the prompt are wanted, or it alone."""
+    def has_echo(self) -> bool:
+        """True if the prompt is a part of the answer."""
         return False
 
     @property
@@ -189,6 +189,7 @@ class GenerationRequest(ApiObject):
             ignore_eos=self.ignore_eos,
             min_tokens=self.min_tokens,
             num_logprobs=self.num_logprobs,
+            scores_prompt=self.has_echo and self.num_logprobs is not None,
         )
 
 
@@ -211,8 +212,8 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     @property
-    def scores_prompt(self) -> bool:
-        return self.echo and (self.logprobs is not None or self.max_tokens == 0)
+    def has_echo(self) -> bool:
+        return self.echo
 
 
 class TextPart(ApiObject):

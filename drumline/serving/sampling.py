@@ -6,11 +6,11 @@ token = sampler.sample(logits)  # [vocabulary]
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -33,7 +33,7 @@ class SamplingParams:
     stop_tokens: end the sequence, as the model's own do unless ignore_eos; none of them comes among
     the first min_tokens tokens.
     num_logprobs: of how many most likely tokens the log-probabilities are kept; None keeps none.
-    forced: the first tokens, as of a prompt whose log-probabilities are wanted; they count as such.
+    scores_prompt: whether the log-probabilities of the prompt are wanted, too.
     """
 
     max_tokens: int = 16
@@ -51,7 +51,7 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     num_logprobs: int | None = None
-    forced: tuple[int, ...] = ()
+    scores_prompt: bool = False
 
 
 class Grammar(Protocol):
@@ -71,6 +71,22 @@ class TokenLogprob(NamedTuple):
     logprob: float | None
     """None of the first token of a prompt, before which there is nothing."""
     top: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def of(cls, token: int, logits: torch.Tensor, num_top: int) -> TokenLogprob:
+        """That of a token by the logits of its place, [vocabulary]."""
+        logprobs = torch.log_softmax(logits.float(), 0)
+        values, tokens = logprobs.topk(min(num_top, len(logits)))
+        top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+        return cls(token, float(logprobs[token]), top)
+
+    @classmethod
+    def from_json(cls, fields: Any) -> TokenLogprob | None:
+        """One that was sent as JSON, where tuples are lists."""
+        if fields is None:
+            return None
+        token, logprob, top = fields
+        return cls(token, logprob, tuple((other, value) for other, value in top))
 
 
 class TokenSampler:
@@ -92,7 +108,6 @@ class TokenSampler:
         self.logprob: TokenLogprob | None = None  # of the last token
         self._end_tokens = sorted(end_tokens)
         self._seen = set(prompt) if params.repetition_penalty != 1 else set()
-        self._forced = deque(params.forced)  # those that are still to come
         self.generator = torch.Generator()
         self.seed = self.generator.seed() if params.seed is None else params.seed
 
@@ -105,7 +120,7 @@ class TokenSampler:
             *("logit_bias", "min_tokens", "num_logprobs"),
         )
         is_plain = all(getattr(params, name) == getattr(plain, name) for name in names)
-        return is_plain and self.grammar is None and not self.params.forced
+        return is_plain and self.grammar is None
 
     def replay(self, tokens: Iterable[int]) -> None:
         """Take tokens that were sampled elsewhere."""
@@ -115,9 +130,6 @@ class TokenSampler:
     def sample(self, logits: torch.Tensor) -> int:
         """The next token. logits: [vocabulary]."""
         raw = logits.float()
-        if self._forced:
-            self._take(token := self._forced[0], raw)
-            return token
         logits = self._changed(raw)
         if self.params.temperature == 0:
             token = int(logits.argmax())
@@ -131,9 +143,6 @@ class TokenSampler:
         return token
 
     def _count(self, token: int) -> None:
-        if self._forced:
-            self._seen.add(self._forced.popleft())
-            return
         self.counts[token] += 1
         if self.grammar is not None:
             self.grammar.advance(token)
@@ -141,10 +150,7 @@ class TokenSampler:
     def _take(self, token: int, raw: torch.Tensor) -> None:
         self._count(token)
         if self.params.num_logprobs is not None:
-            logprobs = torch.log_softmax(raw, 0)
-            values, tokens = logprobs.topk(min(self.params.num_logprobs, len(raw)))
-            top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
-            self.logprob = TokenLogprob(token, float(logprobs[token]), top)
+            self.logprob = TokenLogprob.of(token, raw, self.params.num_logprobs)
 
     def _changed(self, logits: torch.Tensor) -> torch.Tensor:
         """With bias, penalties, and without what may not come next."""

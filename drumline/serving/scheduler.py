@@ -16,16 +16,18 @@ import functools
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from drumline.contact.caches import is_cache
 from drumline.errors import DrumlineError, PeerLost, PlanError
 from drumline.pipeline.paged_generation import tried_manager
 from drumline.serving.one_by_one import OneByOne
-from drumline.serving.sampling import Grammar, SamplingParams, TokenSampler
+from drumline.serving.sampling import Grammar, SamplingParams, TokenLogprob, TokenSampler
 
 log = logging.getLogger("drumline")
 
@@ -88,6 +90,7 @@ class Generation:
         self.end_tokens = params.stop_tokens | (set() if params.ignore_eos else set(end_tokens))
         self.sampler = TokenSampler(params, prompt, self.end_tokens, grammar)
         self.new_tokens: list[int] = []
+        self.prompt_logprobs: list[TokenLogprob] = []  # of params.scores_prompt, at the first token
         self.is_done = False
         self.cancel_reason: str | Exception | None = None
         self._on_token, self._on_end = on_token, on_end
@@ -154,6 +157,15 @@ def check_queue(limits: ServingLimits, num_waiting: int, num_sequences: int) -> 
         )
 
 
+class Load(NamedTuple):
+    """The load of the batches: sequences, the most in one step so far, and the share of the pages
+    that sequences have."""
+
+    num_running: int
+    largest_batch: int = 0
+    pool_usage: float = 0.0
+
+
 class Scheduler:
     """Open sequences, of which limits.max_running run at a time and the others wait.
 
@@ -166,15 +178,23 @@ class Scheduler:
     def __init__(self, limits: ServingLimits, on_loss: Callable[[PeerLost], Any]) -> None:
         self.limits, self._on_loss = limits, on_loss
         self.end_tokens: set[int] = set()
-        self.vocabulary = self.largest_batch = self.num_new_tokens = 0
+        self.vocabulary = self.num_new_tokens = 0
+        self._load = Load(limits.max_running)
         self._lock = threading.RLock()
         self._open: dict[int, Generation] = {}
         self._ids = itertools.count()
         self._closed_by: DrumlineError | None = None
 
     @property
+    def load(self) -> Load:
+        """That of the last step, as far as its sequences are still there."""
+        num_running = 0 if self.is_restarting else min(len(self._open), self._load.num_running)
+        usage = self._load.pool_usage if num_running else 0.0
+        return Load(num_running, self._load.largest_batch, usage)
+
+    @property
     def num_running(self) -> int:
-        return 0 if self.is_restarting else min(len(self._open), self.limits.max_running)
+        return self.load.num_running
 
     @property
     def num_waiting(self) -> int:
@@ -224,6 +244,30 @@ class Scheduler:
         return is_first
 
 
+class Batch(Protocol):
+    """A part of the sequences, computed in steps; each is a request with a name."""
+
+    @property
+    def names_in_step(self) -> list[str]:
+        """The requests of the step that runs, or that failed."""
+
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def pool_usage(self) -> float: ...
+    @property
+    def failure(self) -> Exception | None:
+        """The error that has ended the steps, if one did."""
+
+    def start(self) -> None: ...
+    def stop(self, *, hard_stop: bool) -> None: ...
+    def is_running(self) -> bool: ...
+    def add_request(self, tokens: list[int], name: str) -> Any: ...
+    def cancel_request(self, name: str) -> None: ...
+    def __iter__(self) -> Iterator[Any]:
+        """Lasts until stop(). Raises what a step raises."""
+
+
 class BatchScheduler(Scheduler):
     """Runs sequences in steps of as many batches at a time as limits.num_batches.
 
@@ -240,14 +284,16 @@ class BatchScheduler(Scheduler):
         eos = model.generation_config.eos_token_id
         self.end_tokens = {eos} if isinstance(eos, int) else set(eos or ())
         self.vocabulary = model.get_input_embeddings().num_embeddings
-        self._batch_of: dict[int, Any] = {}
+        self._model, self._chunk = model, limits.max_length
+        self._scoring_thread = ThreadPoolExecutor(1)
+        self._batch_of: dict[int, Batch] = {}
         self._batches = self._made_batches(model)
         self._threads = [threading.Thread(target=self._run, args=(b,)) for b in self._batches]
         for batch, thread in zip(self._batches, self._threads, strict=True):
             batch.start()
             thread.start()
 
-    def _made_batches(self, model: Any) -> list[Any]:
+    def _made_batches(self, model: Any) -> list[Batch]:
         """Managers of batches, or OneByOne if a step shows that the model has none over pages."""
         limits = self.limits
         alone, beside = CHUNK_TOKENS.get(model.device.type, CHUNK_ON_ACCELERATOR)
@@ -263,7 +309,9 @@ class BatchScheduler(Scheduler):
             max_batch_tokens=limits.max_running + alone,
         )
         try:
-            return [make() for _ in range(limits.num_batches)]
+            batches = [make() for _ in range(limits.num_batches)]
+            self._chunk = alone
+            return batches
         except (PeerLost, PlanError):
             raise
         except Exception as error:
@@ -278,21 +326,54 @@ class BatchScheduler(Scheduler):
     def close(self) -> None:
         """End every sequence with an error; return when no step runs."""
         super().close()
+        self._scoring_thread.shutdown(cancel_futures=True)
         for batch in self._batches:
             _stop(batch)
         for thread in self._threads:
             thread.join()
 
     def _start(self, sequences: dict[int, Generation]) -> None:
-        loads = [*self._batch_of.values()]
-        for number in sequences:
-            batch = min(self._batches, key=loads.count)
-            loads.append(batch)
-            self._batch_of[number] = batch
-            self._add(number)
+        for number, item in sequences.items():
+            if item.params.scores_prompt and not item.new_tokens:
+                self._scoring_thread.submit(self._score, number, item)
+            else:
+                loads = [*self._batch_of.values()]
+                self._add(number, min(self._batches, key=loads.count))
 
-    def _add(self, number: int) -> None:
-        batch = self._batch_of[number]
+    def _score(self, number: int, item: Generation) -> None:
+        """Score a prompt by passes of its own, of which the last brings the first token."""
+        try:
+            if item.cancel_reason is None:
+                logits = self._score_prompt(item)
+                with self._lock:
+                    self.num_new_tokens += 1
+                    item.append(item.sample(logits))
+        except PeerLost as error:
+            self.fail(error)
+        except Exception as error:  # it ends this sequence, and no other
+            item.cancel(error)
+        with self._lock:
+            self._leave_if_over(number)
+            if number in self._open:
+                self._start({number: item})
+
+    @torch.no_grad()
+    def _score_prompt(self, item: Generation) -> torch.Tensor:
+        """The logits behind a prompt, whose log-probabilities the item keeps."""
+        tokens, num_top = item.prompt, item.params.num_logprobs or 0
+        cache: dict[str, Any] = {}
+        logits, item.prompt_logprobs = torch.empty(0), []
+        for start in range(0, len(tokens), self._chunk):
+            row = torch.tensor([tokens[start : start + self._chunk]], device=self._model.device)
+            output = self._model(input_ids=row, use_cache=len(tokens) > self._chunk, **cache)
+            cache = {name: value for name, value in output.items() if is_cache(value)}
+            logits = output.logits[0]
+            for place, token in enumerate(tokens[start + 1 : start + len(logits) + 1]):
+                item.prompt_logprobs.append(TokenLogprob.of(token, logits[place], num_top))
+        return logits[-1]
+
+    def _add(self, number: int, batch: Batch) -> None:
+        self._batch_of[number] = batch
         try:
             batch.add_request(self._open[number].tokens, str(number))
         except Exception:
@@ -309,7 +390,11 @@ class BatchScheduler(Scheduler):
             if item is not None and not item.sampler.is_greedy:
                 tokens[row] = item.sample(logits[row])
         with self._lock:
-            self.largest_batch = max(self.largest_batch, len(names))
+            self._load = Load(
+                sum(batch.num_running for batch in self._batches),
+                max(self._load.largest_batch, len(names)),
+                sum(batch.pool_usage for batch in self._batches) / len(self._batches),
+            )
             for name, token in zip(names_with_token, tokens, strict=True):
                 if (item := self._open.get(int(name))) is not None:
                     self.num_new_tokens += 1
@@ -328,7 +413,7 @@ class BatchScheduler(Scheduler):
             if batch := self._batch_of.pop(number, None):
                 batch.cancel_request(str(number))
 
-    def _run(self, batch: Any) -> None:
+    def _run(self, batch: Batch) -> None:
         """Run a batch until it is stopped; anew after a step that failed."""
         while self._closed_by is None:
             try:
@@ -339,7 +424,7 @@ class BatchScheduler(Scheduler):
             except Exception as error:
                 self._start_again(batch, error)
 
-    def _start_again(self, batch: Any, error: Exception) -> None:
+    def _start_again(self, batch: Batch, error: Exception) -> None:
         """End the sequences of the step that failed, and go on with the others."""
         if not batch.names_in_step:  # as there is no memory for pages
             return self.fail(PeerLost(f"rank 0: no step can be made any longer: {error}"))
@@ -352,10 +437,10 @@ class BatchScheduler(Scheduler):
             if self._closed_by is None:
                 batch.start()
                 for number in [n for n, owner in self._batch_of.items() if owner is batch]:
-                    self._add(number)
+                    self._add(number, batch)
 
 
-def _stop(batch: Any) -> None:
+def _stop(batch: Batch) -> None:
     """Stop a batch, whose thread may have ended with an error, which its sequences have got."""
     if batch.is_running() or batch.failure is not None:
         with contextlib.suppress(Exception):

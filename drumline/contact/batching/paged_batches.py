@@ -167,6 +167,14 @@ class PagedTables(Tables):  # type: ignore[misc]
         self.pools.begin_step(*tensors)
         return arguments
 
+    def usage(self) -> float:
+        """The share of all blocks that requests have; each that several share counts once."""
+        nbytes = 0
+        for allocator in self.cache_allocators.values():
+            blocks = set().union(*list(allocator.block_table.values()))
+            nbytes += len(blocks) * allocator.bytes_per_block
+        return float(nbytes / (self.num_sectors * self.bytes_per_sector))
+
     def perform_cache_copy(self, copy_src_and_dst: dict[str, Any]) -> None:
         """Copy blocks in the pools of all ranks, as a fork of a request wants it."""
         for name, pairs in copy_src_and_dst.items():
@@ -324,6 +332,18 @@ class PagedManager(Manager):  # type: ignore[misc]
         return logits
 
     @property
+    def num_running(self) -> int:
+        """The requests that have pages."""
+        processor = self.batch_processor
+        return 0 if processor is None else len(processor.scheduler.active_requests)
+
+    @property
+    def pool_usage(self) -> float:
+        """The share of the pages that requests have; of those kept for later ones, none."""
+        processor = self.batch_processor
+        return 0.0 if processor is None else float(processor.cache.usage())
+
+    @property
     def failure(self) -> Exception | None:
         """The error that ended the thread, if one did."""
         return self.background_thread_status.fatal_error  # type: ignore[no-any-return]
@@ -355,16 +375,30 @@ class PagedManager(Manager):  # type: ignore[misc]
             self._raise_failure()
         return result
 
+    def is_running(self) -> bool:
+        thread = self._generation_thread  # None once another thread has stopped the manager
+        return thread is not None and thread.is_alive()
+
     def __iter__(self) -> Iterator[Any]:
-        yield from super().__iter__()
-        self._raise_failure()
+        return self._results(None)
 
     def request_id_iter(self, request_id: str) -> Iterator[Any]:
-        output = None
-        for output in super().request_id_iter(request_id):
-            yield output
-        if output is None or output.error is not None or not output.is_finished():
-            self._raise_failure()
+        return self._results(request_id)
+
+    def _results(self, request_id: str | None) -> Iterator[Any]:
+        """Ask whether the thread runs before asking for results: the last come before its end."""
+        is_running = True
+        while is_running:
+            is_running = self.is_running()
+            for _ in range(max(1, self.output_router.output_queue.qsize())):
+                output = super().get_result(request_id, SLICE_S)
+                if output is not None:
+                    yield output
+                    if request_id is not None and output.is_finished():
+                        if output.error is not None:
+                            self._raise_failure()
+                        return
+        self._raise_failure()
 
     def stop(self, *args: Any, keep_for_next_session: bool = False, **kwargs: Any) -> None:
         keep = keep_for_next_session and self.failure is None

@@ -18,6 +18,10 @@ from drumline.serving import protocol
 Delta = dict[str, Any]
 """An addition to a message: content, reasoning_content, or tool_calls with their index."""
 
+UNPARSED = (ValueError, KeyError, TypeError, RecursionError)
+"""By these transformers' parser and the form of calls refuse what a model wrote: it may not be
+JSON, have other fields or types, or be nested too deeply."""
+
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names of it in templates
 
 
@@ -98,7 +102,7 @@ class TemplateParser(PlainText):
         try:
             events = self._parser.finalize()[1] if is_end else self._parser.feed(text)
             return [delta for event in events for delta in self._deltas(event)]
-        except Exception:  # what a model wrote is not what its template says
+        except UNPARSED:  # what a model wrote is not what its template says
             self._parser = None
             return super().feed(self._unsent)
 

@@ -43,9 +43,8 @@ class SequenceRequest(NamedTuple):
     params: SamplingParams
     end_tokens: set[int]
     grammar: Grammar | None
-    is_scored: bool = False
-    """True if the prompt is part of the answer, as its log-probabilities are: each of its tokens
-    then takes a step."""
+    has_echo: bool = False
+    """True if the prompt is a part of the answer."""
 
 
 class RequestStream:
@@ -67,43 +66,44 @@ class RequestStream:
         ]
 
     def _generation(self, index: int, sequence: SequenceRequest) -> Generation:
-        prompt, params, end_tokens, grammar, is_scored = sequence
-        forced = tuple(prompt[1:]) if is_scored else ()
-        most, ends = len(forced) + params.max_tokens, params.stop_tokens | end_tokens
-        if is_scored:  # the end is seen here, as a prompt may have tokens that end
-            ends = params.stop_tokens if params.ignore_eos else ends
-            params = replace(params, forced=forced, max_tokens=max(most, 1), min_tokens=0)
-            params = replace(params, stop_tokens=frozenset(), ignore_eos=True)
-            prompt = prompt[:1]
-        stop = () if forced else params.stop
+        prompt, params, end_tokens, grammar, has_echo = sequence
+        is_prompt_alone = params.max_tokens == 0
+        if is_prompt_alone:  # one is always generated
+            params = replace(params, max_tokens=1, stop_tokens=frozenset(), ignore_eos=True)
         detokenizer = IncrementalDetokenizer(
-            self._tokenizer, stop, prompt, self.skip_special_tokens
+            self._tokenizer, params.stop, prompt, self.skip_special_tokens
         )
         logprobs: list[TokenLogprob] = []  # of tokens whose text is not posted yet
         token_s = 0.0  # when the last one came
+
+        def echo() -> None:
+            nonlocal has_echo
+            text = self._tokenizer.decode(prompt, skip_special_tokens=self.skip_special_tokens)
+            first = [TokenLogprob(prompt[0], None, ())] if params.scores_prompt else []
+            self._post(TextEvent(index, text, None, first + generation.prompt_logprobs))
+            has_echo = False
 
         def on_token(token: int) -> bool:
             nonlocal token_s
             before_s, token_s = token_s, time.monotonic()
             if before_s:
                 self._on_gap(token_s - before_s)
-            num_tokens = len(generation.new_tokens)
-            if num_tokens > most:  # one is always generated
+            if has_echo:
+                echo()
+            if is_prompt_alone:
                 return True
             if generation.sampler.logprob is not None:
                 logprobs.append(generation.sampler.logprob)
-            if num_tokens > len(forced):
-                detokenizer.stop = params.stop
-                if is_scored and token in ends:
-                    return False
             if text := detokenizer.add(token):
                 self._post(TextEvent(index, text, None, logprobs.copy()))
                 logprobs.clear()
             return not detokenizer.is_stopped
 
         def on_end(reason: str | Exception) -> None:
-            text = "" if isinstance(reason, Exception) else detokenizer.flush()
-            self._post(TextEvent(index, text, reason, logprobs))
+            if has_echo and generation.new_tokens:  # of which the first ends sequences
+                echo()
+            is_text = not (is_prompt_alone or isinstance(reason, Exception))
+            self._post(TextEvent(index, detokenizer.flush() if is_text else "", reason, logprobs))
 
         generation = Generation(prompt, params, on_token, on_end, end_tokens, grammar)
         return generation
@@ -147,7 +147,7 @@ class RequestStream:
         prompts = {id(item.prompt): len(item.prompt) for item in self._sequences}  # choices share
         num_prompt = sum(prompts.values())
         num_new = sum(
-            min(max(len(item.new_tokens) - len(item.params.forced), 0), sequence.params.max_tokens)
+            min(len(item.new_tokens), sequence.params.max_tokens)
             for item, sequence in zip(self.generations, self._sequences, strict=True)
         )
         return {

@@ -6,8 +6,7 @@ serve_with_restarts(3, job, "checkpoint", port=8000)
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import launcher
@@ -21,45 +20,24 @@ from drumline.serving.front.restarting_ranks import RestartingRanks
 from drumline.serving.scheduler import ServingLimits
 
 
-def serve_with_restarts(
-    restarts: int,
-    job: launcher.Job,
-    model_path: str,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    key_file: str | None = None,
-    memory: list[str] | None = None,
-    max_length: int | None = None,
-    max_running: int = 16,
-    max_waiting: int = 64,
-    *,
-    dtype: str | None = None,
-    device_map: str = "auto",
-    tp: int | None = None,
-    served_model_name: Sequence[str] | None = None,
-    chat_template: str | None = None,
-    log_requests: bool = False,
-    allowed_origins: Sequence[str] | None = None,
-    **options: Any,
-) -> None:
+def serve_with_restarts(restarts: int, job: launcher.Job, model_path: str, **options: Any) -> None:
     """Answer requests here by the ranks of all nodes, which are started again if one fails.
 
     Each open request then goes on behind the tokens that it has. Returns when stopped. restarts: at
     most so many. job: of ranks that run serve_front(), without its arguments, on this node, the
-    first. memory: of the ranks of all nodes, or one size. The others as in http_server.serve().
+    first. options: as in http_server.serve(); memory is of the ranks of all nodes, or one size.
 
     Raises LaunchError if the ranks cannot load the model, and PeerLost when one is lost after the
     last restart, once every open request was answered with that error.
     """
-    folder = str(local_folder(model_path, options.get("revision"), options.get("gguf_file")))
-    endpoint = http_server.Endpoint.open(
-        folder, host, port, key_file, max_length, chat_template, options
-    )
+    settings = http_server.ServerSettings.of(model_path, **options)
+    names = (settings.load_options.get(name) for name in ("revision", "gguf_file"))
+    folder = str(local_folder(model_path, *names))
+    endpoint = http_server.Endpoint.open(folder, settings)
     from drumline.serving.app import Service
 
-    limits = ServingLimits(endpoint.max_length, max_running, max_waiting)
-    names = http_server.served_names(model_path, served_model_name)
-    service = Service(names, None, endpoint.tokenizer, limits, sampling=endpoint.sampling)
+    limits = ServingLimits(endpoint.max_length, settings.max_running, settings.max_waiting)
+    service = Service(settings.names, None, endpoint.tokenizer, limits, sampling=endpoint.sampling)
     scheduler = service.scheduler
     assert isinstance(scheduler, RemoteScheduler)
 
@@ -67,12 +45,11 @@ def serve_with_restarts(
         service.status.device_map = DeviceMap.from_json(info["device_map"])
         service.status.peers = [Peer.unpack(peer.encode()) for peer in info["peers"]]
 
-    map_options = {"dtype": dtype, "device_map": device_map, "tp": tp}
-    sizes = (memory, endpoint.max_length, max_running)
-    job = replace(job, args=(job.node_rank, folder, *sizes, map_options, options))
+    own = replace(settings, model_path=folder, max_length=endpoint.max_length)
+    job = replace(job, args=(job.node_rank, asdict(own)))
     with endpoint.listener, _restarting(scheduler, job, restarts, on_ready) as ranks:
         ranks.wait_until_ready()
-        http_server.serve_requests(service, endpoint, log_requests, allowed_origins)
+        http_server.serve_requests(service, endpoint, settings)
 
 
 def _restarting(*arguments: Any) -> contextlib.closing[RestartingRanks]:

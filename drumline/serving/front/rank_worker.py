@@ -1,6 +1,6 @@
 """The ranks behind a front: rank 0 takes sequences from it, and sends their tokens.
 
-args = (address, [2], 0, "checkpoint", ["8GiB"], 4096, 16, {}, {})
+args = (address, [2], 0, {"model_path": "checkpoint", "max_length": 4096})
 launcher.start(serve_front, nprocs=2, args=args)
 """
 
@@ -25,57 +25,42 @@ from drumline.serving.front.remote_scheduler import Message
 from drumline.serving.grammar import GrammarCompiler
 from drumline.serving.sampling import Grammar, SamplingParams
 from drumline.serving.scheduler import BatchScheduler, Generation, ServerStopping, ServingLimits
-from drumline.strategies.load import load
 from drumline.strategies.with_model import read_model_tokenizer
 
 
 def serve_front(
-    address: str,
-    ranks_of_nodes: Sequence[int],
-    node_rank: int,
-    model_path: str,
-    memory: list[str] | None,
-    max_length: int | None,
-    max_running: int,
-    map_options: dict[str, Any],
-    options: dict[str, Any],
+    address: str, ranks_of_nodes: Sequence[int], node_rank: int, options: dict[str, Any]
 ) -> None:
     """Load the model over all ranks, and generate what the front asks for until it leaves.
 
     Collective. address: of the front's abstract socket (unix(7)) on rank 0's host. ranks_of_nodes:
-    on all machines of the server, also those that are gone, of which this one is node_rank. memory:
-    of all these ranks, or one size. Rank 0 decides these two and max_length. map_options: dtype,
-    device_map and tp. The others as in http_server.serve().
+    on all machines of the server, also those that are gone, of which this one is node_rank.
+    options: as in http_server.serve(); memory is of all these ranks, or one size. Rank 0 decides
+    ranks_of_nodes, memory and max_length.
 
     Raises PeerLost when a rank is lost, and PlanError where memory is not of so many ranks.
     """
+    settings = http_server.ServerSettings.of(**options)
     # The front decides when the ranks end, so that they do not obey the signal themselves.
     with http_server.handling_signals(signal.SIG_IGN), Coordinator() as coor:
         connection = run_on_all_ranks(coor, lambda: _connected(address, coor))
-        length = coor.broadcast_object(max_length)
-        sizes = _memory_of_ranks(coor, ranks_of_nodes, node_rank, memory)
+        length = coor.broadcast_object(settings.max_length)
+        sizes = _memory_of_ranks(coor, ranks_of_nodes, node_rank, settings.memory)
         with (
             connection or contextlib.nullcontext(),
-            load(
-                model_path,
-                coor=coor,
-                max_memory=sizes,
-                batch=max_running,
-                length=length,
-                disable_mmap=True,
-                **map_options,
-                **options,
-            ) as model,
+            settings.load(settings.model_path, coor, sizes, length) as model,
         ):
             assert connection is not None  # the other ranks never leave load()
             # It is the front that limits how many wait.
-            limits = http_server.limits_for(model, length, max_running, sys.maxsize)
-            read_tokenizer = functools.partial(read_model_tokenizer, model_path, **options)
+            limits = http_server.limits_for(model, length, settings.max_running, sys.maxsize)
+            read_tokenizer = functools.partial(
+                read_model_tokenizer, settings.model_path, **settings.load_options
+            )
             RankWorker(connection, coor, model, limits, read_tokenizer).run()
 
 
 def _memory_of_ranks(
-    coor: Coordinator, ranks_of_nodes: Sequence[int], node_rank: int, memory: list[str] | None
+    coor: Coordinator, ranks_of_nodes: Sequence[int], node_rank: int, memory: Any
 ) -> list[str] | None:
     """The size of each rank that is here."""
     counts, memory = coor.broadcast_object((ranks_of_nodes, memory))
@@ -161,8 +146,10 @@ class RankWorker:
         self, id: int, prompt: list[int], new_tokens: list[int], params: Any, schema: Any
     ) -> None:
         def on_token(token: int) -> bool:
-            logprob, batch = item.sampler.logprob, self._scheduler.largest_batch
-            self._send({"id": id, "token": token, "logprob": logprob, "batch": batch})
+            logprob, load = item.sampler.logprob, self._scheduler.load
+            scores = item.prompt_logprobs if len(item.new_tokens) == 1 else []
+            message = {"id": id, "token": token, "logprob": logprob, "load": load}
+            self._send({**message, "prompt_logprobs": scores})
             return True
 
         def on_end(reason: str | Exception) -> None:

@@ -6,8 +6,8 @@ scheduler.receive(message)            # a token, from rank 0
 scheduler.suspend()                   # a rank has failed: what is open waits for resume()
 
 Messages are JSON. To rank 0: {"start": [sequence, ...]}, and {"cancel": id}, for sequences that end
-here alone: at a stop string, or without a client. From it: {"id", "token", "logprob", "batch"}, and
-{"id", "error"} for what would be an error on any ranks.
+here alone: at a stop string, or without a client. From it: {"id", "token", "logprob", "load",
+"prompt_logprobs"}, and {"id", "error"} for what would be an error on any ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from drumline.errors import DrumlineError, PeerLost
 from drumline.serving.sampling import TokenLogprob
-from drumline.serving.scheduler import Generation, Scheduler, ServingLimits
+from drumline.serving.scheduler import Generation, Load, Scheduler, ServingLimits
 
 Message = dict[str, Any]
 
@@ -59,10 +59,11 @@ class RemoteScheduler(Scheduler):
 
     def _append(self, item: Generation, message: Message) -> None:
         self.num_new_tokens += 1
-        self.largest_batch = max(self.largest_batch, message["batch"])
-        if message["logprob"] is not None:
-            token, logprob, top = message["logprob"]
-            item.sampler.logprob = TokenLogprob(token, logprob, tuple((n, p) for n, p in top))
+        load = Load(*message["load"])
+        self._load = load._replace(largest_batch=max(load.largest_batch, self._load.largest_batch))
+        item.sampler.logprob = TokenLogprob.from_json(message["logprob"])
+        scores = map(TokenLogprob.from_json, message["prompt_logprobs"])
+        item.prompt_logprobs += filter(None, scores)
         item.append(message["token"])
 
     def resume(self, info: Message, send: Callable[[Message], Any]) -> None:

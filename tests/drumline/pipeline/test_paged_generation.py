@@ -418,3 +418,33 @@ def test_a_model_whose_pages_give_other_logits_is_refused_before_it_gives_a_text
             return model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2).shape
 
     assert launcher.launch(rank, nprocs=2, launcher="threads", timeout_s=60)[0] == (1, 5)
+
+
+def test_a_manager_that_is_dropped_leaves_the_layers_as_they_were(llama, on_master):
+    """Without a stop(), all later passes and the config kept the attention over pages."""
+
+    def work(model):
+        manager = model.init_continuous_batching(GREEDY)
+        manager.warmup()
+        assert model.config._attn_implementation == "paged_sdpa"
+        del manager
+        gc.collect()
+        model.generate(torch.tensor([[5]]), max_new_tokens=1)
+        assert model.config._attn_implementation == "sdpa"
+
+    on_master(llama[0], 2, work)
+
+
+def test_results_that_came_just_before_the_end_are_given(llama, on_master):
+    """A loop looked whether the thread ran, and not whether it had left results."""
+
+    def work(model):
+        manager = model.init_continuous_batching(GREEDY)
+        names = manager.add_requests([[5], [6]])
+        manager.start()
+        manager.stop()
+        (output,) = manager.request_id_iter(names[1])
+        assert output.request_id == names[1]
+        assert [output.request_id for output in manager] == [names[0]]
+
+    on_master(llama[0], 2, work)

@@ -127,8 +127,8 @@ def test_settings_of_a_checkpoint_are_read_before_it_is_served(plain, tmp_path):
     settings = {"temperature": 0.6, "top_k": 20, "eos_token_id": 2}
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
     assert http_server.read_sampling_defaults(str(tmp_path)) == {"temperature": 0.6, "top_k": 20}
-    arguments = (str(plain[1]), "127.0.0.1", 0, None, None, None, {})
-    with http_server.Endpoint.open(*arguments).listener:
+    settings = http_server.ServerSettings(str(plain[1]), port=0)
+    with http_server.Endpoint.open(settings.model_path, settings).listener:
         pass
 
 
@@ -391,4 +391,5 @@ def test_metrics_have_the_time_between_tokens_and_the_names_of_vllm(service):
         assert re.search(rf'^vllm:{name}{{model_name="llama"}} [1-9]', text, re.M), name
     label = 'finished_reason="length",model_name="llama"'
     assert f"vllm:request_success_total{{{label}}} 1.0" in text
-    assert 'vllm:num_requests_waiting{model_name="llama"} 0.0' in text
+    for name in ("num_requests_waiting", "kv_cache_usage_perc"):
+        assert f'vllm:{name}{{model_name="llama"}} 0.0' in text

@@ -112,20 +112,22 @@ def test_sequences_without_a_limit_of_their_own_run_together(loaded):
     with scheduling(loaded) as (scheduler, _):
         clients = submit(scheduler, *(Client([5 + number], ENDLESS) for number in range(12)))
         assert all(client.has_begun.wait(60) for client in clients)
-        assert scheduler.largest_batch == scheduler.num_running == 12
+        assert scheduler.load.largest_batch == scheduler.num_running == 12
 
 
 def test_sequences_that_do_not_fit_in_the_pages_get_the_same_texts(plain, loaded, monkeypatch):
     """One whose place was taken by older ones is begun anew with its tokens; a client that left
-    then kept all others out."""
+    then kept all others out. All six were counted as running."""
     monkeypatch.setattr(BatchedRanks, "num_blocks", lambda *_: 5)
     params = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
     prompts = [[5 + number] * 20 for number in range(6)]
     with scheduling(loaded) as (scheduler, sizes):
         clients = submit(scheduler, *(Client(prompt, params) for prompt in prompts))
         assert clients[0].has_begun.wait(60)
+        assert scheduler.load.num_running < 6 and 0 < scheduler.load.pool_usage <= 1
         clients[0].sequence.cancel()
         texts = [client.tokens() for client in clients[1:]]
+    assert scheduler.load.pool_usage == 0
     assert texts == [alone(plain, prompt, params) for prompt in prompts[1:]]
     assert sum(sizes) > 5 * (20 + 49)  # some tokens were computed twice
 
@@ -163,6 +165,23 @@ def test_every_option_of_a_sequence_holds_for_it_alone_among_others(plain, loade
     assert logprobs[0].logprob == pytest.approx(logprobs[1].logprob, abs=1e-4)
 
 
+def test_a_long_prompt_is_scored_in_few_passes_beside_others(plain, loaded, monkeypatch):
+    """Each token of a prompt took a step. A family without pages is scored in one pass."""
+    monkeypatch.setitem(CHUNK_TOKENS, "cpu", (16, 8))
+    prompt = [3 + n % 50 for n in range(40)]
+    params = SamplingParams(max_tokens=3, temperature=0, num_logprobs=1, scores_prompt=True)
+    with scheduling(loaded) as (scheduler, sizes):
+        (scored,) = submit(scheduler, Client(prompt, params))
+        assert scored.tokens() == alone(plain, prompt, params)
+    with torch.no_grad():
+        logits = plain[0](torch.tensor([prompt])).logits[0].log_softmax(1)
+    wanted = [float(logits[place, token]) for place, token in enumerate(prompt[1:])]
+    assert [each.logprob for each in scored.sequence.prompt_logprobs] == pytest.approx(
+        wanted, abs=1e-4
+    )
+    assert sizes[:3] == [16, 16, 8] and len(sizes) < 3 + 4 + 2
+
+
 def test_a_step_that_fails_ends_its_own_sequences_and_the_next_ones_run(plain, loaded):
     def fail_once(*_):
         hook.remove()
@@ -189,7 +208,11 @@ def test_a_family_without_pages_is_served_one_sequence_at_a_time_and_said_so(
     def work(model):
         with scheduling(model, ServingLimits(max_length=60)) as (scheduler, _):
             clients = submit(scheduler, *(Client([5, 6, 7 + number]) for number in range(3)))
-            return [client.tokens() for client in clients], scheduler.largest_batch
+            params = SamplingParams(temperature=0, max_tokens=2, num_logprobs=0, scores_prompt=True)
+            (scored,) = submit(scheduler, Client([5, 6, 7], params))
+            assert scored.tokens() == clients[0].tokens()[:2]
+            assert len(scored.sequence.prompt_logprobs) == 2
+            return [client.tokens() for client in clients], scheduler.load.largest_batch
 
     texts, largest = on_master(plain[1], 2, work)
     assert texts == [alone(plain, [5, 6, 7 + number]) for number in range(3)] and largest == 1
@@ -211,7 +234,7 @@ def test_an_error_of_one_sequence_ends_no_other_of_its_batch(plain, loaded):
         submit(scheduler, *clients)
         assert " ".join(map(str, clients[2].tokens())) == expected(plain, "5 6 7", 9)[0]
     assert [type(client.reason) for client in clients] == [ValueError, RuntimeError, str]
-    assert scheduler.largest_batch == 3
+    assert scheduler.load.largest_batch == 3
 
 
 def test_the_environment_of_a_rank_stays_as_it_is(loaded, monkeypatch):

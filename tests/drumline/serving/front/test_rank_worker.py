@@ -1,6 +1,7 @@
 """Sequences that go on with other ranks than those that they began with."""
 
 import contextlib
+import json
 import socket
 import threading
 
@@ -12,8 +13,10 @@ from drumline.serving.front import rank_worker
 from drumline.serving.front.json_lines import hang_up, messages, to_line
 from drumline.serving.front.rank_worker import RankWorker
 from drumline.serving.front.remote_scheduler import RemoteScheduler
+from drumline.serving.grammar import GrammarCompiler, schema_of_calls
 from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import BatchScheduler, Generation, ServingLimits
+from tests.drumline.conftest import LLAMA
 
 LIMITS = ServingLimits(max_length=200)
 PARAMS = [
@@ -30,14 +33,14 @@ PARAMS = [
 class Client:
     """One sequence, its tokens so far and how it ended; on_token is called for each token."""
 
-    def __init__(self, params, on_token=lambda: True):
+    def __init__(self, params, on_token=lambda: True, grammar=None, ends=frozenset({2})):
         self.logprobs, self.reason, self.has_ended = [], None, threading.Event()
 
         def note(_):
             self.logprobs.append(self.generation.sampler.logprob)
             return on_token()
 
-        self.generation = Generation([5, 6, 7], params, note, self._end, {2})
+        self.generation = Generation([5, 6, 7], params, note, self._end, ends, grammar)
 
     def _end(self, reason):
         self.reason = reason
@@ -49,11 +52,11 @@ class Client:
 
 
 @contextlib.contextmanager
-def ranks(path, scheduler):
+def ranks(path, scheduler, read_tokenizer=None):
     """One rank behind the scheduler; gives a function that ends it in the middle of its work."""
     front, rank = socket.socketpair()
     with drumline.load(path) as model, Coordinator() as coor, front, rank:
-        worker = RankWorker(rank, coor, model, LIMITS, None)
+        worker = RankWorker(rank, coor, model, LIMITS, read_tokenizer)
 
         def send(message):
             with contextlib.suppress(OSError):  # the rank has ended
@@ -123,6 +126,45 @@ def test_sequences_go_on_with_the_tokens_that_one_server_gives_them(plain, loade
                 assert logprob.token == other_logprob.token
                 assert logprob.logprob == pytest.approx(other_logprob.logprob, abs=1e-4)
     assert remote.num_running == remote.num_waiting == 0
+
+
+def test_calls_of_a_grammar_and_scored_prompts_go_on_where_they_were(checkpoints, byte_tokenizer):
+    """The ranks that go on read the grammar up to the tokens that they are given."""
+    pytest.importorskip("llguidance", reason="runs after `pip install llguidance`")
+    vocabulary, end_token = 288, byte_tokenizer.eos_token_id
+    path = checkpoints.make("bytes", "LlamaForCausalLM", **{**LLAMA, "vocab_size": vocabulary})[1]
+    numbers = {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 20, "maxItems": 20}
+    parameters = {"type": "object", "properties": {"of": numbers}, "required": ["of"]}
+    schema = schema_of_calls([{"name": "add", "parameters": parameters}], max_calls=1)
+    sampled = {"max_tokens": 150, "temperature": 1.5}
+    has_tokens = threading.Semaphore(0)
+
+    def clients():
+        grammar = GrammarCompiler(byte_tokenizer, vocabulary).json(schema)
+        calling = SamplingParams(**sampled, seed=7, stop_tokens=frozenset({end_token}))
+        scored = SamplingParams(**sampled, seed=8, num_logprobs=1, scores_prompt=True)
+        options = {"on_token": lambda: has_tokens.release() or True, "ends": frozenset()}
+        return Client(calling, grammar=grammar, **options), Client(scored, **options)
+
+    with drumline.load(path) as model, contextlib.closing(BatchScheduler(model, LIMITS)) as alone:
+        alone.end_tokens, expected = set(), clients()
+        alone.submit([client.generation for client in expected])
+        wanted = [client.result()[:2] for client in expected]
+    has_tokens, disturbed = threading.Semaphore(0), clients()
+    remote = RemoteScheduler(LIMITS, print)
+    with ranks(path, remote, lambda: byte_tokenizer) as end:
+        remote.submit([client.generation for client in disturbed])
+        for _ in range(16):
+            assert has_tokens.acquire(timeout=60)
+        end()
+    assert not any(client.has_ended.is_set() for client in disturbed)
+    with ranks(path, remote, lambda: byte_tokenizer):
+        assert [client.result()[:2] for client in disturbed] == wanted
+    text = byte_tokenizer.decode(wanted[0][0], skip_special_tokens=True)
+    assert wanted[0][1] == "stop" and len(json.loads(text)[0]["parameters"]["of"]) == 20
+    scores = [client[1].generation.prompt_logprobs for client in (expected, disturbed)]
+    assert len(scores[0]) == len(scores[1]) == 2
+    assert scores[0][1].logprob == pytest.approx(scores[1][1].logprob, abs=1e-4)
 
 
 def test_a_stop_string_ends_a_sequence_at_the_ranks_and_an_error_ends_it_alone(plain):
