@@ -30,18 +30,18 @@ from coordinator import Peer
 from drumline import timings
 from drumline.errors import DrumlineError, PeerLost
 from drumline.serving import metrics, protocol
-from drumline.serving.answers.logprobs import LogprobFormatter
 from drumline.serving.answers.message_parser import message_parser
 from drumline.serving.answers.request_stream import RequestStream, SequenceRequest, TextEvent
 from drumline.serving.answers.response_writer import (
     ResponseBuilder,
     as_api_error,
     as_internal_error,
-    chunks,
+    events,
     internal_error,
     message_pieces,
     whole_response,
 )
+from drumline.serving.answers.responses import ItemBuilder, parse_as_chat
 from drumline.serving.front.remote_scheduler import RemoteScheduler
 from drumline.serving.grammar import GrammarCompiler
 from drumline.serving.prompt_reader import PromptReader, Prompts
@@ -53,6 +53,9 @@ log = logging.getLogger("drumline.requests")
 MIN_ITEMS = 128  # that a prompt may have, however small max_length is
 SHORT_BODY_NBYTES = 64 << 10  # longer ones are parsed and tokenized one after the other
 MAX_BODIES_NBYTES = 64 << 20  # of all bodies at a time, beyond which long ones are refused
+
+Parse = Callable[[bytes | bytearray], dict[str, Any]]
+"""Of a body, the fields of a request."""
 
 REQUEST_ID = "x-request-id"
 PRINTABLE = re.compile(rb"[!-~]{1,200}")
@@ -154,13 +157,22 @@ class Service:
             text = "max_tokens is 0, so nothing would be generated; ask for more, or for echo."
             raise protocol.invalid_request(text, "max_tokens")
         max_tokens = protocol.DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
-        return await self._respond(request, body, prompts, max_tokens)
+        return await self._respond(request, body, prompts, max_tokens, ResponseBuilder)
 
     async def create_chat_completion(self, request: Request) -> Response:
-        body, prompts = await self._read(protocol.ChatCompletionRequest, request, self._read_chat)
+        return await self._create_chat(request, protocol.parse, ResponseBuilder)
+
+    async def create_response(self, request: Request) -> Response:
+        return await self._create_chat(request, parse_as_chat, ItemBuilder)
+
+    async def _create_chat(
+        self, request: Request, parse: Parse, builder: type[ResponseBuilder]
+    ) -> Response:
+        kind = protocol.ChatCompletionRequest
+        body, prompts = await self._read(kind, request, self._read_chat, parse)
         num_left = max(self.limits.max_length - len(prompts[0]), 1)
         max_tokens = body.max_completion_tokens or body.max_tokens or num_left
-        return await self._respond(request, body, prompts, max_tokens)
+        return await self._respond(request, body, prompts, max_tokens, builder)
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
         def tokens_of(body: protocol.TokenizeRequest) -> Prompts:
@@ -181,13 +193,17 @@ class Service:
         return {"version": launcher.__version__}
 
     async def _read(
-        self, kind: type[Any], request: Request, tokenize: Callable[[Any], Prompts]
+        self,
+        kind: type[Any],
+        request: Request,
+        tokenize: Callable[[Any], Prompts],
+        parse: Parse = protocol.parse,
     ) -> tuple[Any, Prompts]:
         """The request and its prompts; those of long bodies are made one after the other."""
         content, body_s = bytearray(), timings.TIMINGS.body_s
 
         def prepare() -> tuple[Any, Prompts]:
-            body = self._parse(kind, content)
+            body = self._validated(kind, parse(content))
             return body, tokenize(body)
 
         try:
@@ -216,9 +232,8 @@ class Service:
                 text = "Too many large request bodies are in progress; retry later."
                 raise protocol.ApiError(429, text, "rate_limit_error", "server_busy")
 
-    def _parse(self, kind: type[Any], content: bytes | bytearray) -> Any:
+    def _validated(self, kind: type[Any], fields: dict[str, Any]) -> Any:
         """The request. Prompts are counted before they are validated, as there may be many."""
-        fields = protocol.parse(content)
         self._check_capacity(protocol.num_prompts(fields.get("prompt")))
         body = protocol.validate(kind, fields, max(self.limits.max_length, MIN_ITEMS))
         if body.model is not None:
@@ -248,7 +263,12 @@ class Service:
         return self.prompts.of_chat(body)
 
     async def _respond(
-        self, request: Request, body: Any, prompts: list[list[int]], max_tokens: int
+        self,
+        request: Request,
+        body: Any,
+        prompts: list[list[int]],
+        max_tokens: int,
+        builder: type[ResponseBuilder],
     ) -> Response:
         self.prompts.check_tokens(body.named_tokens, "logit_bias or stop_token_ids")
         for prompt in prompts or [[]]:
@@ -267,15 +287,14 @@ class Service:
         stream = RequestStream(self.tokenizer, sequences, skips, on_gap)
         with as_api_error():
             self.scheduler.submit(stream.generations)
-        is_chat = isinstance(body, protocol.ChatCompletionRequest)
-        formatter = None if body.num_logprobs is None else LogprobFormatter(self.tokenizer, is_chat)
-        response = ResponseBuilder(self.name, is_chat, formatter, request.state.request_id)
+        request_id, num_choices = request.state.request_id, len(stream.generations)
+        response = builder(self.name, request_id, body, num_choices, self.tokenizer)
         pieces = message_pieces(self._measured(stream, request), parsers)
         if not body.stream:
             return await whole_response(stream, pieces, response)
         with as_internal_error():  # an error before the first event still has a status of its own
             first = await anext(pieces, None)
-        lines = chunks(first, pieces, stream, response, body)
+        lines = events(first, pieces, stream, response)
         return StreamingResponse(lines, media_type="text/event-stream")
 
     def _sequences(
@@ -365,6 +384,7 @@ def application(
         ("/v1/models/{name:path}", service.get_model, "GET"),
         ("/v1/completions", service.create_completion, "POST"),
         ("/v1/chat/completions", service.create_chat_completion, "POST"),
+        ("/v1/responses", service.create_response, "POST"),
     ):
         app.add_api_route(path, handler, methods=[method], dependencies=[Depends(authorize)])
     app.add_exception_handler(protocol.ApiError, _respond_api_error)
@@ -404,7 +424,7 @@ class _ResponseMarker:
 
     PATHS = (
         *("/", "/health", "/metrics", "/status", "/version", "/tokenize", "/detokenize"),
-        *("/v1/models", "/v1/completions", "/v1/chat/completions"),
+        *("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses"),
     )
 
     def __init__(self, app: Any, server_metrics: metrics.ServerMetrics) -> None:

@@ -358,12 +358,14 @@ IGNORED_FIELDS = frozenset(
 """Fields that change nothing about the answer: who asks, how soon, what is kept."""
 
 DEFAULT_VALUES: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
     "bad_words": ([],),
     "best_of": (1,),
     "early_stopping": (False,),
     "echo": (False,),
     "function_call": ("auto", "none"),
     "functions": ([],),
+    "include": ([], ["reasoning.encrypted_content"]),
     "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
@@ -380,6 +382,7 @@ DEFAULT_VALUES: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "top_logprobs": (0,),
     "top_n_sigma": (-1,),
+    "truncation": ("disabled",),
     "typical_p": (1,),
     "use_beam_search": (False,),
     "verbosity": ("medium",),

@@ -1,6 +1,6 @@
 """The answers of OpenAI's API: whole, in chunks of a stream, or an error.
 
-builder = ResponseBuilder("llama", is_chat=True, logprobs=None, request_id="5")
+builder = ResponseBuilder("llama", "5", request, 1, tokenizer)
 return await whole_response(stream, message_pieces(events, parsers), builder)
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from fastapi.responses import JSONResponse, Response
@@ -23,6 +24,8 @@ from drumline.serving.answers.logprobs import LogprobFormatter
 from drumline.serving.answers.message_parser import Delta, PlainText, merged
 from drumline.serving.answers.request_stream import RequestStream, TextEvent
 from drumline.serving.sampling import TokenLogprob
+
+EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -39,23 +42,27 @@ class MessagePiece:
 
 
 class ResponseBuilder:
-    """The bodies of one response, whole or in chunks of a stream."""
+    """The body of one response, whole or as the events of a stream."""
 
     def __init__(
-        self, model: str, is_chat: bool, logprobs: LogprobFormatter | None, request_id: str
+        self, model: str, request_id: str, body: Any, num_choices: int, tokenizer: Any
     ) -> None:
-        self.is_chat, self._logprobs = is_chat, logprobs
+        self.model, self.request_id, self.body = model, request_id, body
+        self.created, self._offsets = int(time.time()), [0] * num_choices
+        self._is_chat = is_chat = isinstance(body, protocol.ChatCompletionRequest)
+        has_logprobs = body.num_logprobs is not None
+        self._logprobs = LogprobFormatter(tokenizer, is_chat) if has_logprobs else None
         self._header = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
-            "created": int(time.time()),
+            "created": self.created,
             "model": model,
         }
 
-    def response(
+    def whole(
         self, choices: Sequence[Sequence[MessagePiece]], usage: dict[str, int]
     ) -> dict[str, Any]:
         """The body of a response that is not a stream, of the pieces of each choice."""
-        kind = "chat.completion" if self.is_chat else "text_completion"
+        kind = "chat.completion" if self._is_chat else "text_completion"
         bodies = []
         for index, pieces in enumerate(choices):
             logprobs = [item for piece in pieces for item in piece.logprobs]
@@ -65,28 +72,36 @@ class ResponseBuilder:
             bodies.append(self._choice(whole, "message"))
         return {**self._header, "object": kind, "choices": bodies, "usage": usage}
 
-    def first_chunk(self, index: int) -> dict[str, Any]:
-        """The first chunk of a chat's choice."""
-        delta = {"role": "assistant", "content": ""}
-        return self._chunk([self._choice(MessagePiece(index, delta, [], None), "delta")])
+    def begin(self) -> list[str]:
+        """The first events of a stream."""
+        roles = {"role": "assistant", "content": ""}
+        pieces = [MessagePiece(index, roles, [], None) for index in range(len(self._offsets))]
+        return [self._chunk([self._choice(each, "delta")]) for each in pieces if self._is_chat]
 
-    def chunk(self, piece: MessagePiece, offset: int) -> dict[str, Any]:
-        """A chunk of one choice. offset: characters of the choice before it."""
-        return self._chunk([self._choice(piece, "delta", offset)])
+    def add(self, piece: MessagePiece, usage: dict[str, int]) -> list[str]:
+        """The events of an addition."""
+        choice = self._choice(piece, "delta", self._offsets[piece.index])
+        self._offsets[piece.index] += len(piece.delta.get("content", ""))
+        return [self._chunk([choice], {"usage": usage} if self.body.includes_usage_so_far else {})]
 
-    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
-        """The last chunk, if the request includes the usage."""
-        return {**self._chunk([]), "usage": usage}
+    def end(self, usage: dict[str, int]) -> list[str]:
+        """The last events."""
+        last = [self._chunk([], {"usage": usage})] if self.body.includes_usage else []
+        return [*last, "data: [DONE]\n\n"]
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
-        return {**self._header, "object": kind, "choices": choices}
+    def fail(self, error: protocol.ApiError) -> list[str]:
+        """The events in place of what follows: the status is sent already."""
+        return [server_sent_event(error.body)]
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: Mapping[str, Any] = EMPTY) -> str:
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        return server_sent_event({**self._header, "object": kind, "choices": choices, **usage})
 
     def _choice(self, piece: MessagePiece, key: str, offset: int = 0) -> dict[str, Any]:
         text = piece.delta.get("content", "")
         return {
             "index": piece.index,
-            **({key: piece.delta} if self.is_chat else {"text": text}),
+            **({key: piece.delta} if self._is_chat else {"text": text}),
             "logprobs": self._logprobs and self._logprobs.format(piece.logprobs, offset),
             "finish_reason": piece.finish_reason,
         }
@@ -117,48 +132,43 @@ async def message_pieces(
 
 
 async def whole_response(
-    stream: RequestStream, pieces: AsyncIterator[MessagePiece | None], response: ResponseBuilder
+    stream: RequestStream, pieces: AsyncIterator[MessagePiece | None], builder: ResponseBuilder
 ) -> Response:
     choices: list[list[MessagePiece]] = [[] for _ in stream.generations]
     with as_internal_error():
         async for piece in pieces:
             if piece is not None:
                 choices[piece.index].append(piece)
-    return JSONResponse(response.response(choices, stream.usage()))
+    return JSONResponse(builder.whole(choices, stream.usage()))
 
 
-async def chunks(
+async def events(
     first: MessagePiece | None,
     pieces: AsyncIterator[MessagePiece | None],
     stream: RequestStream,
-    response: ResponseBuilder,
-    body: Any,
+    builder: ResponseBuilder,
 ) -> AsyncIterator[str]:
-    """Server-sent events (WHATWG HTML, 9.2), as OpenAI sends them.
-
-    After ping_s without one, a comment follows, so that no proxy takes the stream for dead.
-    """
-    offsets, sent_s = [0] * len(stream.generations), time.monotonic()
-    for index in range(len(stream.generations) if response.is_chat else 0):
-        yield _server_sent_event(response.first_chunk(index))
+    """The events of a stream. After ping_s without one, a comment follows, so that no proxy takes
+    it for dead."""
+    sent_s = time.monotonic()
+    for event in builder.begin():
+        yield event
     try:
         async for piece in _with_first(first, pieces):
             if piece is not None:
-                chunk = response.chunk(piece, offsets[piece.index])
-                usage = {"usage": stream.usage()} if body.includes_usage_so_far else {}
-                yield _server_sent_event({**chunk, **usage})
-                offsets[piece.index] += len(piece.delta.get("content", ""))
+                for event in builder.add(piece, stream.usage()):
+                    yield event
             elif time.monotonic() - sent_s >= timings.TIMINGS.ping_s:
                 yield ": ping\n\n"
             else:
                 continue
             sent_s = time.monotonic()
-    except Exception as error:  # the status is sent already, so the error becomes an event
-        yield _server_sent_event(internal_error(error).body)
-        return
-    if body.includes_usage:
-        yield _server_sent_event(response.usage_chunk(stream.usage()))
-    yield "data: [DONE]\n\n"
+    except Exception as error:
+        last = builder.fail(internal_error(error))
+    else:
+        last = builder.end(stream.usage())
+    for event in last:
+        yield event
 
 
 async def _with_first(
@@ -169,8 +179,9 @@ async def _with_first(
         yield piece
 
 
-def _server_sent_event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data)}\n\n"
+def server_sent_event(data: Mapping[str, Any], kind: str = "") -> str:
+    """An event of a stream (WHATWG HTML, 9.2)."""
+    return (f"event: {kind}\n" if kind else "") + f"data: {json.dumps(data)}\n\n"
 
 
 def internal_error(error: Exception) -> protocol.ApiError:

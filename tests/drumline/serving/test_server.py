@@ -111,6 +111,18 @@ def test_a_prompt_may_be_tokens_and_a_request_may_hold_several(plain, complete):
     assert texts == [expected(plain, prompt)[0] for prompt in ("5 6 7", "40")]
 
 
+def test_a_response_is_what_the_client_reads_and_streams(plain, client):
+    """There was no such route, which newer agents ask for."""
+    text, _ = expected(plain, "5 6 7")
+    fields = {"model": "llama", "input": "5 6 7", "temperature": 0, "max_output_tokens": 12}
+    answer = client.responses.create(**fields)
+    assert answer.output_text.strip() == text
+    with client.responses.create(**fields, stream=True) as stream:
+        *events, last = stream
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == answer.output_text == last.response.output_text
+
+
 def test_a_chat_goes_through_the_chat_template(plain, client):
     messages = [
         {"role": "system", "content": "11 12 13"},

@@ -1,0 +1,243 @@
+"""OpenAI's Responses API, as a translation of chats: its requests into theirs, and their answers.
+
+request = protocol.validate(protocol.ChatCompletionRequest, parse_as_chat(body), max_items)
+builder = ItemBuilder("llama", "5", request, 1, tokenizer)
+
+Nothing is stored, so a request that goes on from a previous_response_id is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from drumline.serving import protocol
+from drumline.serving.answers.message_parser import Delta
+from drumline.serving.answers.response_writer import (
+    MessagePiece,
+    ResponseBuilder,
+    server_sent_event,
+)
+
+REASONING = "reasoning_text"
+TEXTS = {"content": "output_text", "reasoning_content": REASONING}
+"""By the field of a chat's message, the type of the part that holds it."""
+
+
+def parse_as_chat(body: bytes | bytearray) -> dict[str, Any]:
+    """The fields of the chat that a request is. Raises ApiError for what chats do not have."""
+    fields = {name: value for name, value in protocol.parse(body).items() if value is not None}
+    for name in {"messages", "n"} & fields.keys():
+        raise _unsupported(name, name)
+    items, instructions = fields.pop("input", None), fields.pop("instructions", None)
+    items = [{"role": "user", "content": items}] if isinstance(items, str) else items
+    messages = [{"role": "system", "content": instructions}] if instructions else []
+    reasoning = ""
+    for item in _objects(items, "input"):
+        reasoning = _add_item(messages, item, reasoning)
+    if "max_output_tokens" in fields:
+        fields["max_tokens"] = fields.pop("max_output_tokens")
+    if "tools" in fields:
+        fields["tools"] = [_nested(tool, "tools") for tool in _objects(fields["tools"], "tools")]
+    if isinstance(fields.get("tool_choice"), dict):
+        fields["tool_choice"] = _nested(fields["tool_choice"], "tool_choice")
+    text, thought = fields.pop("text", {}), fields.pop("reasoning", {})
+    (text,), (thought,) = _objects([text], "text"), _objects([thought], "reasoning")
+    return {
+        "response_format": _response_format(text.pop("format", None)),
+        "reasoning_effort": thought.get("effort"),
+        **text,
+        **fields,
+        "messages": messages,
+    }
+
+
+def _unsupported(what: str, field: str) -> protocol.ApiError:
+    return protocol.invalid_request(f"{what} is not supported by this server; leave it out.", field)
+
+
+def _objects(items: Any, field: str) -> list[dict[str, Any]]:
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise protocol.invalid_request(f"{field} is not in the form of this API.", field)
+    return items
+
+
+def _nested(tool: dict[str, Any], field: str) -> dict[str, Any]:
+    """A function as chats have it, below a key of its own."""
+    kind, function = tool.get("type"), {k: value for k, value in tool.items() if k != "type"}
+    if kind != "function":
+        raise _unsupported(f"{field}: the type {kind!r:.100}", field)
+    return {"type": kind, kind: function}
+
+
+def _response_format(form: Any) -> Any:
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        return form
+    schema = {name: value for name, value in form.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], reasoning: str) -> str:
+    """Add the message of an item. reasoning: of the item before; returns that of this one."""
+    kind, name = item.get("type", "message"), item.get("call_id")
+    if kind == "reasoning":
+        return _text(item.get("content") or item.get("summary") or "")
+    before = {"reasoning_content": reasoning} if reasoning else {}
+    if kind == "message":
+        message = {"role": item.get("role"), "content": _text(item.get("content", "")), **before}
+        messages.append(message)
+    elif kind == "function_call":
+        function = {key: item.get(key) for key in ("name", "arguments")}
+        if reasoning or not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": "", **before})
+        calls = messages[-1].setdefault("tool_calls", [])
+        calls.append({"id": name, "type": "function", "function": function})
+    elif kind == "function_call_output":
+        output = {"role": "tool", "tool_call_id": name, "content": _text(item.get("output", ""))}
+        messages.append(output)
+    else:
+        raise _unsupported(f"input: an item of the type {kind!r:.100}", "input")
+    return ""
+
+
+def _text(content: Any) -> str:
+    """The text of an item, which may be in parts."""
+    texts: list[str] = []
+    for part in [{"text": content}] if isinstance(content, str) else _objects(content, "input"):
+        text = part.get("text", part.get("refusal"))
+        if not isinstance(text, str):
+            raise _unsupported(f"input: a part of the type {part.get('type')!r:.100}", "input")
+        texts.append(text)
+    return "".join(texts)
+
+
+class ItemBuilder(ResponseBuilder):
+    """The items of one response, whole or as the events of a stream."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._num_events = 0
+        self._item: dict[str, Any] = {}  # to which text is being added
+        body = self.body
+        choice: Any = body.tool_choice
+        if not isinstance(choice, str):
+            choice = {"type": "function", "name": choice.function.name}
+        self._response: dict[str, Any] = {
+            "id": f"resp_{self.request_id}",
+            "object": "response",
+            "created_at": self.created,
+            "status": "in_progress",
+            "model": self.model,
+            "output": [],
+            "tools": [{"type": "function", **tool["function"]} for tool in body.tools],
+            "tool_choice": choice,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            **dict.fromkeys(("error", "incomplete_details", "instructions", "metadata", "usage")),
+        }
+
+    def whole(
+        self, choices: Sequence[Sequence[MessagePiece]], usage: dict[str, int]
+    ) -> dict[str, Any]:
+        for piece in choices[0]:
+            self.add(piece, usage)
+        self.end(usage)
+        return self._response
+
+    def begin(self) -> list[str]:
+        return [
+            self._event(name, response=self._response)
+            for name in ("response.created", "response.in_progress")
+        ]
+
+    def add(self, piece: MessagePiece, usage: dict[str, int]) -> list[str]:
+        events = []
+        for name, kind in TEXTS.items():
+            if text := piece.delta.get(name):
+                events += self._add_text(kind, text)
+        for call in piece.delta.get("tool_calls", ()):
+            events += self._add_call(call)
+        if piece.finish_reason == "length":
+            self._response["status"] = "incomplete"
+            self._response["incomplete_details"] = {"reason": "max_output_tokens"}
+        return events
+
+    def end(self, usage: dict[str, int]) -> list[str]:
+        response = self._response
+        is_cut = response["status"] == "incomplete"
+        events = self._close("incomplete" if is_cut else "completed")
+        response["status"] = "incomplete" if is_cut else "completed"
+        response["usage"] = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        }
+        return [*events, self._event(f"response.{response['status']}", response=response)]
+
+    def fail(self, error: protocol.ApiError) -> list[str]:
+        reason = {"code": "server_error", "message": str(error)}
+        self._response |= {"status": "failed", "error": reason}
+        return [self._event("response.failed", response=self._response)]
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        self._num_events += 1
+        return server_sent_event(
+            {"type": kind, "sequence_number": self._num_events - 1, **fields}, kind
+        )
+
+    def _item_event(self, kind: str, **fields: Any) -> str:
+        """An event of the last item."""
+        output = self._response["output"]
+        place = {"item_id": output[-1]["id"], "output_index": len(output) - 1}
+        return self._event(f"response.{kind}", **place, **fields)
+
+    def _add_text(self, kind: str, text: str) -> list[str]:
+        events, is_reasoning = [], kind == REASONING
+        part: dict[str, Any] = next(iter(self._item.get("content", ())), {})
+        if part.get("type") != kind:
+            own: dict[str, Any] = {"summary": []} if is_reasoning else {"role": "assistant"}
+            part = {"type": kind, "text": ""}
+            part |= {} if is_reasoning else {"annotations": [], "logprobs": []}
+            events = self._open("reasoning" if is_reasoning else "message", **own, content=[])
+            events.append(self._item_event("content_part.added", content_index=0, part=part))
+            self._item["content"].append(part)
+        part["text"] += text
+        return [*events, self._item_event(f"{kind}.delta", content_index=0, delta=text)]
+
+    def _add_call(self, call: Delta) -> list[str]:
+        events, function = [], call["function"]
+        if "id" in call:
+            fields = {"call_id": call["id"], "name": function["name"], "arguments": ""}
+            events = self._open("function_call", **fields)
+        if arguments := function.get("arguments"):
+            self._item["arguments"] += arguments
+            kind = "function_call_arguments.delta"
+            events.append(self._item_event(kind, delta=arguments))
+        return events
+
+    def _open(self, kind: str, **fields: Any) -> list[str]:
+        """Begin an item, after the end of the one before it."""
+        events, output = self._close("completed"), self._response["output"]
+        name = f"{kind}_{self.request_id}_{len(output)}"
+        self._item = {"id": name, "type": kind, "status": "in_progress", **fields}
+        output.append(self._item)
+        return [*events, self._item_event("output_item.added", item=self._item)]
+
+    def _close(self, status: str) -> list[str]:
+        item, self._item = self._item, {}
+        if not item:
+            return []
+        item["status"] = status
+        if item["type"] == "function_call":
+            ends = {"function_call_arguments.done": {k: item[k] for k in ("name", "arguments")}}
+        else:
+            (part,) = item["content"]
+            ends = {
+                f"{part['type']}.done": {"content_index": 0, "text": part["text"]},
+                "content_part.done": {"content_index": 0, "part": part},
+            }
+        ends["output_item.done"] = {"item": item}
+        return [self._item_event(kind, **fields) for kind, fields in ends.items()]

@@ -1,0 +1,142 @@
+"""OpenAI's Responses API is the chats' by other names."""
+
+import asyncio
+import importlib
+import json
+from contextlib import closing
+
+import pytest
+
+from drumline.serving.scheduler import ServingLimits
+from tests.drumline.serving.conftest import expected, respond
+
+for package in ("fastapi", "prometheus_client"):
+    pytest.importorskip(package, reason="runs after `pip install 'drumline[serve]'`")
+app = importlib.import_module("drumline.serving.app")
+responses = importlib.import_module("drumline.serving.answers.responses")
+MessagePiece = importlib.import_module("drumline.serving.answers.response_writer").MessagePiece
+ApiError = importlib.import_module("drumline.serving.protocol").ApiError
+
+CALL = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+
+
+@pytest.fixture
+def service(plain, loaded):
+    tokenizer = importlib.import_module("transformers").AutoTokenizer.from_pretrained(plain[1])
+    with closing(app.Service(["llama"], loaded, tokenizer, ServingLimits(200))) as service:
+        yield service
+
+
+def ask(service, **fields):
+    """The status, and the answer as an object, or as the list of a stream's."""
+    body = {"model": "llama", "temperature": 0, "max_output_tokens": 6, **fields}
+    status, text = asyncio.run(respond(service, body, path="responses"))
+    if not text.startswith("event: "):
+        return status, json.loads(text)
+    events = [event.split("\n") for event in text.split("\n\n") if event]
+    data = [json.loads(line.removeprefix("data: ")) for _, line in events]
+    assert [f"event: {event['type']}" for event in data] == [name for name, _ in events]
+    assert [event["sequence_number"] for event in data] == list(range(len(data)))
+    return status, data
+
+
+def test_a_response_is_the_answer_of_the_chat(plain, service):
+    text, end = expected(plain, "5 6 7", 6)
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "6 7"}]}]
+    for fields in ({"input": "5 6 7"}, {"instructions": "5", "input": items}):
+        status, answer = ask(service, **fields)
+        (item,) = answer["output"]
+        (part,) = item["content"]
+        assert status == 200 and part["text"].split() == text.split() and end == "length"
+        assert answer["status"] == item["status"] == "incomplete"
+        assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert answer["usage"]["input_tokens"] == 3 and answer["usage"]["output_tokens"] == 6
+        _, events = ask(service, **fields, stream=True)
+        assert events[-1]["type"] == "response.incomplete"
+        last = events[-1]["response"]
+        assert last["output"][0]["content"] == item["content"]
+        deltas = [e["delta"] for e in events if e["type"] == "response.output_text.delta"]
+        assert "".join(deltas) == part["text"] and len(deltas) > 1
+
+
+def builder_of(**fields):
+    body = json.dumps({"model": "llama", "input": "5", **fields}).encode()
+    protocol = responses.protocol
+    request = protocol.validate(protocol.ChatCompletionRequest, responses.parse_as_chat(body), 99)
+    return responses.ItemBuilder("llama", "r", request, 1, None)
+
+
+def test_reasoning_text_and_calls_are_items_of_their_own():
+    builder = builder_of(tools=[TOOL], tool_choice={"type": "function", "name": "add"})
+    function = {"name": "add", "arguments": "{}"}
+    deltas = [
+        *({"reasoning_content": "so"}, {"content": "it "}, {"content": "is"}),
+        {"tool_calls": [{"index": 0, "id": "c1", "function": function}]},
+    ]
+    usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    MessagePiece = importlib.import_module("drumline.serving.answers.response_writer").MessagePiece
+    pieces = [MessagePiece(0, delta, [], None) for delta in deltas]
+    pieces.append(MessagePiece(0, {}, [], "tool_calls"))
+    answer = builder.whole([pieces], usage)
+    kinds = [item["type"] for item in answer["output"]]
+    assert kinds == ["reasoning", "message", "function_call"]
+    assert answer["output"][0]["content"] == [{"type": "reasoning_text", "text": "so"}]
+    assert answer["output"][1]["content"][0]["text"] == "it is"
+    call = answer["output"][2]
+    assert (call["call_id"], call["name"], call["arguments"]) == ("c1", "add", "{}")
+    assert {item["status"] for item in answer["output"]} == {answer["status"]} == {"completed"}
+    assert answer["tools"] == [TOOL] and answer["tool_choice"]["name"] == "add"
+
+
+def test_an_error_is_the_last_event_of_a_stream_that_has_begun():
+    (event,) = builder_of().fail(ApiError(500, "no logits", "server_error"))
+    kind, data = event.strip().split("\n")
+    assert kind == "event: response.failed"
+    response = json.loads(data.removeprefix("data: "))["response"]
+    assert response["status"] == "failed" and response["error"]["message"] == "no logits"
+
+
+def test_items_of_an_answer_sent_back_are_the_messages_of_a_chat():
+    reasoning = {"type": "reasoning", "summary": [], "content": [{"text": "so"}]}
+    output = {"type": "function_call_output", "call_id": "c", "output": "3"}
+    schema = {"type": "json_schema", "name": "a", "schema": {"type": "object"}}
+    fields = {
+        "input": [{"role": "user", "content": "5"}, reasoning, CALL, CALL, output],
+        "text": {"format": schema, "verbosity": "medium"},
+        "reasoning": {"effort": "low", "summary": None},
+        "previous_response_id": None,
+    }
+    chat = responses.parse_as_chat(json.dumps(fields).encode())
+    function = {"name": "add", "arguments": "{}"}
+    call = {"id": "c", "type": "function", "function": function}
+    assert chat["messages"] == [
+        {"role": "user", "content": "5"},
+        {"role": "assistant", "content": "", "reasoning_content": "so", "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "c", "content": "3"},
+    ]
+    own = {"name": "a", "schema": {"type": "object"}}
+    assert chat["response_format"] == {"type": "json_schema", "json_schema": own}
+    assert chat["reasoning_effort"] == "low" and chat["verbosity"] == "medium"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"n": 2}, "n"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"input": [{"type": "item_reference", "id": "1"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": []}, "messages"),
+        ({"text": 5}, "text"),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_by_name(fields, field):
+    """Nothing is stored, so a conversation cannot go on from an answer's id."""
+    with pytest.raises(ApiError) as refusal:
+        builder_of(**fields)
+    assert refusal.value.status == 400 and refusal.value.body["error"]["param"] == field
