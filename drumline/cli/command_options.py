@@ -87,7 +87,7 @@ def _plan(options: argparse.Namespace) -> None:
     assert memory is not None  # a required option
     sizes = (options.batch, options.length)
     bandwidth = sizes_of_ranks(options.bandwidth, num_ranks, "--bandwidth")
-    speeds = (bandwidth, options.hop)
+    speeds = (bandwidth, options.hop, options.link, options.flops)
     arguments = (options.model, memory, options.device_map, options.dtype, *sizes, *speeds)
     try:
         show_plan(*arguments, options.html, options.png, **_load_settings(options))
@@ -356,6 +356,19 @@ _PLAN_OPTIONS = (
         type=at_least(0, kind=float),
         default=100,
         metavar="MICROSECONDS",
+    ),
+    _option(
+        "--link",
+        "bytes that a link between two ranks takes in a second; default: no limit",
+        type=functools.partial(_size, low=1),
+        metavar="SIZE",
+    ),
+    _option(
+        "--flops",
+        "floating point operations of a rank in a second, for the time to the first token",
+        type=at_least(1, kind=float),
+        default=2e11,
+        metavar="N",
     ),
     _option(
         "--html", "write the map as a page for a browser; default: none", type=Path, metavar="FILE"

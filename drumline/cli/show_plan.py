@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from drumline.cli import plan_pictures
 from drumline.contact.loading.hub import local_folder
-from drumline.core.device_map import format_nbytes
+from drumline.core.device_map import DeviceMap, ModelProfile, Place, format_nbytes
+from drumline.pipeline.microbatch import tokens_of_chunk
 from drumline.planner import model_profile
 from drumline.planner.cost_model import (
     DeviceSpeed,
+    DeviceSpeeds,
     PassShape,
     estimate,
+    estimate_prompt,
     ring_passes,
+    stage_times,
     uniform_speeds,
 )
 from drumline.planner.load_options import LoadOptions
@@ -29,8 +33,57 @@ from drumline.planner.token_memory import token_memory, with_tokens
 from drumline.strategies.opening import describe_checkpoint
 from drumline.strategies.plan_inputs import sized_model
 
-DEFAULT_BANDWIDTH = "20GB"
-"""Of the memory of an ordinary computer."""
+DEFAULT_BANDWIDTH, DEFAULT_FLOPS = "20GB", 2e11
+"""Of the memory and the processor of an ordinary computer."""
+
+
+def _speeds(
+    places: Collection[Place],
+    bandwidth: Sequence[str],
+    hop_us: float,
+    link: str | None,
+    flops: float,
+) -> DeviceSpeeds:
+    """The speeds that the arguments of show_plan() say."""
+    link_nbytes = nbytes(link) if link else math.inf
+    speeds = uniform_speeds(places, nbytes=1, hop_s=hop_us * 1e-6, link_nbytes=link_nbytes)
+    read = [nbytes(size) for size in bandwidth]
+    by_place = {place: DeviceSpeed(flops, read[place[0]]) for place in places}
+    return dataclasses.replace(speeds, places=by_place)
+
+
+def _time_of_a_token(
+    model: ModelProfile, planned: DeviceMap, speeds: DeviceSpeeds, shape: PassShape
+) -> str:
+    """The time of a token, and what takes it."""
+    expected = estimate(model, planned, speeds, shape)
+    parts = {
+        f"on rank {rank}": seconds
+        for (rank, _), seconds in stage_times(model, planned, speeds, shape).items()
+    }
+    trips = shape.ring_passes if expected.hops_s else 0
+    delay_s = trips * sum(link.latency_s for link in speeds.links.values())
+    parts |= {"of delay": delay_s, "of transfer": expected.hops_s - delay_s}
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    spent = ", ".join(f"{_time(seconds)} {name}" for name, seconds in ordered if seconds > 1e-12)
+    return f"a token takes {_time(expected.pass_s)} at least: {spent}"
+
+
+def _time_of_a_prompt(
+    weights: ModelProfile, planned: DeviceMap, speeds: DeviceSpeeds, shape: PassShape, length: int
+) -> str:
+    size = tokens_of_chunk(length, len(planned.ranks))
+    chunks = -(-length // size) if size else 1
+    expected = estimate_prompt(weights, planned, speeds, shape, length, chunks)
+    flops = max(speed.flops for speed in speeds.places.values())
+    return (
+        f"the first token of {length} takes {_time(expected.pass_s)} at least, of which hops "
+        f"{_time(expected.hops_s)}, at {flops / 1e9:g} GFLOP/s"
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def show_plan(
@@ -42,14 +95,18 @@ def show_plan(
     length: int = 0,
     bandwidth: Sequence[str] | None = None,
     hop_us: float = 100.0,
+    link: str | None = None,
+    flops: float = DEFAULT_FLOPS,
     html: Path | None = None,
     png: Path | None = None,
     **options: Any,
 ) -> None:
-    """Print the device map, the memory that is left, and the most tokens per second.
+    """Print the device map, the memory that is left, the most tokens per second, and where their
+    time goes.
 
     memory: of each rank. batch, length: sequences, and the tokens of each in the cache.
-    bandwidth: bytes that each rank reads in a second. hop_us: latency between two ranks.
+    bandwidth: bytes that each rank reads in a second. hop_us: latency between two ranks. link:
+    bytes that it takes in a second, no limit if not given. flops: of a rank in a second.
     html, png: files for pictures of the map. options: of `load`.
     """
     request = LoadOptions(dtype=dtype, **options)
@@ -61,26 +118,28 @@ def show_plan(
     profile = with_tokens(weights, for_tokens)
     free_nbytes = {(rank, "cpu"): nbytes(size) for rank, size in enumerate(memory)}
     bandwidth = bandwidth or [DEFAULT_BANDWIDTH] * len(memory)
-    read = [nbytes(size) for size in bandwidth]
-    speeds = uniform_speeds(free_nbytes, nbytes=read[0], hop_s=hop_us * 1e-6)
-    places = {place: DeviceSpeed(math.inf, read[place[0]]) for place in free_nbytes}
-    speeds = dataclasses.replace(speeds, places=places)
+    speeds = _speeds(free_nbytes, bandwidth, hop_us, link, flops)
     shape = PassShape(batch, model_profile.hidden_width(config), torch_dtype.itemsize)
     planned = plan(profile, free_nbytes, device_map, speeds=speeds, step=shape)
     decoding = model_profile.decode_profile(model, profile)
     names = {part.name for part in (*decoding.others, *decoding.layers) if part.nbytes}
     ranks = [planned.places[name][0] for name, _ in model.named_modules() if name in names]
     shape = dataclasses.replace(shape, ring_passes=ring_passes(ranks))
-    rate = estimate(decoding, planned, speeds, shape).tokens_a_second
+    expected = estimate(decoding, planned, speeds, shape)
     left = sum(size - planned.used(place) for place, size in planned.free_nbytes.items())
     kept = sum(part.kept_nbytes for part in (*profile.layers, *profile.others))
     text = (
         f"{planned}\n{format_nbytes(weights.nbytes)} of weights, "
         f"{format_nbytes(kept)} of cache ({batch} x {length} tokens), "
         f"{format_nbytes(left)} left over\n"
-        f"{shape.ring_passes * len(memory)} hops a token; at most {rate:.1f} tokens/s at "
+        f"{shape.ring_passes * len(memory)} hops a token; at most "
+        f"{expected.tokens_a_second:.1f} tokens/s at "
         f"{'/s, '.join(dict.fromkeys(bandwidth))}/s and {hop_us:g} us a hop"
+        f"{f' of {link}/s' if link else ''}\n"
+        f"{_time_of_a_token(decoding, planned, speeds, shape)}"
     )
+    if length and kind.can_generate():
+        text += f"\n{_time_of_a_prompt(weights, planned, speeds, shape, length)}"
     if for_tokens.error:
         text += f"\n{for_tokens.warning(kind)}"
     print(text)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 
 from drumline.core.device_map import DeviceMap, ModelProfile, ModulePart, Place
 
@@ -113,11 +113,46 @@ def estimate(
 ) -> Estimate:
     """Estimate the speed of a device map: an upper bound, as only weights and hops count."""
     step = step or PassShape()
+    stages = stage_times(model, device_map, speeds, step)
+    return _estimate(list(stages), list(stages.values()), speeds, step)
+
+
+def stage_times(
+    model: ModelProfile, device_map: DeviceMap, speeds: DeviceSpeeds, step: PassShape
+) -> dict[Place, float]:
+    """By place, the seconds that one pass spends on the parts there."""
     stages = dict.fromkeys(device_map.places.values(), 0.0)
     for part in (*model.others, *model.layers):
         place = device_map.places[part.name]
         stages[place] += part_time_s(part, speeds.places[place], step)
-    return _estimate(list(stages), list(stages.values()), speeds, step)
+    return stages
+
+
+def estimate_prompt(
+    model: ModelProfile,
+    device_map: DeviceMap,
+    speeds: DeviceSpeeds,
+    step: PassShape,
+    length: int,
+    chunks: int = 1,
+) -> Estimate:
+    """Estimate the pass from prompts to their first tokens, whose slowest stage may be a link.
+
+    step: of a token. length: tokens of each prompt. chunks: the parts of a prompt that follow each
+    other over the stages. Attention is left out, which grows with the square of the length.
+    """
+    prompt = replace(step, batch=step.batch * length)
+    layers = stage_times(replace(model, others=()), device_map, speeds, prompt)
+    around = stage_times(replace(model, layers=()), device_map, speeds, step)  # of the last tokens
+    stages = [layers[place] + around[place] for place in layers]
+    nbytes = prompt.batch * step.width * step.itemsize
+    trips = step.ring_passes if {rank for rank, _ in layers} - {0} else 0
+    links = [nbytes / link.nbytes for link in speeds.links.values()] * trips
+    delay_s = trips * sum(link.latency_s for link in speeds.links.values())
+    work, slowest_s = [*stages, *links], max(*stages, *links, 0.0)
+    whole_s = delay_s + (sum(work) + (chunks - 1) * slowest_s) / chunks
+    rate = step.batch / whole_s if whole_s else math.inf
+    return Estimate(whole_s, slowest_s, delay_s + sum(links), rate)
 
 
 @dataclass(frozen=True)

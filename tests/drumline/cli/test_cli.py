@@ -90,6 +90,18 @@ def test_plan_counts_only_the_weights_that_a_token_reads(checkpoints, capsys):
         assert rate > 1.5e9 / (4 * model.num_parameters())
 
 
+def test_plan_says_where_the_time_of_a_token_and_of_a_prompt_goes(checkpoints, capsys):
+    """A link had no bandwidth, and nothing was said of the first token."""
+    path = str(checkpoints.llama()[1])
+    line = ["plan", "--model", path, "--memory", "400KiB", "400KiB", "--length", "50"]
+    assert main([*line, "--hop", "20000", "--link", "128kB"]) == 0
+    out = capsys.readouterr().out
+    assert "a token takes 42" in out and ": 40 ms of delay, 2 ms of transfer, " in out
+    assert "the first token of 50 takes 140 ms at least, of which hops 140 ms" in out
+    assert main([*line, "--flops", "1e6"]) == 0
+    assert re.search(r"the first token of 50 takes 5\.\d+ s at least", capsys.readouterr().out)
+
+
 def test_plan_counts_the_key_value_cache(checkpoints, capsys):
     path = str(checkpoints.llama()[1])
     arguments = ["plan", "--model", path, "--memory", "160KiB", "160KiB", "--batch", "64"]
@@ -344,7 +356,7 @@ def test_serve_and_generate_encrypt_between_their_nodes(tmp_path):
 MODEL = "--model --revision --adapter --dequantize --gguf-file --trust-remote-code"
 OPTIONS = {
     "plan": f"{MODEL} --memory --ranks --device-map --dtype --batch --length --bandwidth --hop"
-    " --html --png",
+    " --link --flops --html --png",
     "generate": f"{MODEL} -n --ranks --memory --prompt --max-new-tokens --seed"
     " --nnodes --node-rank --master-addr --master-port --token-file --insecure --encrypt"
     " --patience",

@@ -17,6 +17,7 @@ from drumline.planner.cost_model import (
     LinkSpeed,
     PassShape,
     estimate,
+    estimate_prompt,
     estimate_tensor_parallel,
     ring_passes,
     uniform_speeds,
@@ -164,6 +165,24 @@ def test_trips_round_the_ring_are_those_that_a_token_makes(
     route = [places[name][0] for name, _ in plain.named_modules() if name in places]
     route.remove(places["model.rotary_emb"][0])  # which runs before the layers, and is here
     assert (sent[2] - sent[1]) / 4 == ring_passes(route) == expected
+
+
+def test_a_prompt_is_multiplied_by_each_stage_and_carried_by_each_link():
+    """Its parts follow each other, so that the slowest stage is the pace."""
+    model = ModelProfile((ModulePart("a", 40), ModulePart("b", 40)), (ModulePart("head", 8),))
+    places = [(0, "cpu"), (1, "cpu")]
+    speeds = uniform_speeds(places, nbytes=8e9, flops=100.0, hop_s=0.5, link_nbytes=80.0)
+    device_map = DeviceMap.of_parts(
+        [*model.layers, *model.others],
+        {"a": places[0], "b": places[1], "head": places[0]},
+        dict.fromkeys(places, 100),
+    )
+    step = PassShape(width=4, itemsize=4)
+    whole = estimate_prompt(model, device_map, speeds, step, length=50)
+    work, transfer = 2 * 50 * 40 / 4 / 100, 50 * 4 * 4 / 80
+    assert whole.pass_s == pytest.approx(2 * (work + transfer + 0.5) + 2 * 8 / 4 / 100)
+    parts = estimate_prompt(model, device_map, speeds, step, length=50, chunks=1000)
+    assert parts.pass_s == pytest.approx(2 * 0.5 + max(work, transfer), rel=0.02)
 
 
 def test_a_tp_group_reads_at_the_same_time_and_pays_for_its_allreduces():
