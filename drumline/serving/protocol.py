@@ -237,7 +237,8 @@ class ChatMessage(ApiObject):
         content = self.content
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
-        present = {name: value for name, value in (self.model_extra or {}).items() if value}
+        extra = self.model_extra or {}
+        present = {name: value for name, value in extra.items() if value not in ("", [], {})}
         calls = {"tool_calls": [*map(_for_template, self.tool_calls)]} if self.tool_calls else {}
         return {"role": role, "content": text, **present, **calls}
 

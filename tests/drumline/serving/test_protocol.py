@@ -34,6 +34,13 @@ def test_a_null_inside_of_tools_and_their_calls_reaches_the_chat_template():
     assert message == {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
+def test_a_field_of_a_message_that_is_false_reaches_the_chat_template():
+    """As it was dropped, templates took their default."""
+    message = {"role": "user", "content": "5", "think": False, "depth": 0, "annotations": []}
+    (given,) = (given.for_template() for given in chat(messages=[message]).messages)
+    assert given == {"role": "user", "content": "5", "think": False, "depth": 0}
+
+
 def test_the_fields_of_the_api_count_as_absent_where_they_are_null():
     options = {"include_usage": None, "include_obfuscation": None}
     body = chat(temperature=None, tools=None, stop=None, unknown=None, stream_options=options)
