@@ -81,10 +81,10 @@ def load(
     adapter: the folder of a LoRA adapter, as peft saves it, on ranks that have the model's files.
         Each rank merges the part of its own layers while it reads them.
     dequantize: read quantized weights as weights in dtype, each rank its own; see
-        `weight_formats.dequantized` for the formats. Otherwise they stay as transformers has them,
-        and those of a GGUF file in its blocks, of which each operation computes what it needs.
-    gguf_file: the name of a GGUF file in `path`, which may also be that file itself. Every rank
-        must have it.
+        `weight_formats.dequantized` for the formats. Otherwise they stay as transformers has them.
+        Those of a GGUF file, and those that transformers cannot load on every rank, stay as they
+        are stored, and each operation computes what it needs of them.
+    gguf_file: the name of a GGUF file in `path`, which may also be that file itself.
     trust_remote_code: run the Python files of the checkpoint, on every rank, which must have them.
         Each rank logs their names.
     options: for from_pretrained, such as attn_implementation.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from drumline.checkpoint.source import (
 )
 from drumline.contact.loading.configs import generation_settings_from_fields
 from drumline.contact.loading.hub import is_hub_id, local_folder
+from drumline.contact.loading.models import why_not_quantized
 from drumline.core.consistency import (
     check_same,
     run_and_share,
@@ -42,6 +44,8 @@ from drumline.planner.load_options import LoadOptions
 from drumline.planner.model_profile import model_class
 
 T = TypeVar("T")
+
+log = logging.getLogger("drumline")
 
 ChooseReaders = Callable[[], Sequence[int]]
 """By rank, the rank that reads for it."""
@@ -66,7 +70,7 @@ def open_checkpoint(
     own: list[Any] = []
     path, readers = _find_files(coor, path, options)
     if file := gguf_path(path, options.gguf_file):
-        files: CheckpointFiles = weight_format("gguf_file").find_gguf(coor, file)
+        files: CheckpointFiles = weight_format("gguf_file").find_gguf(coor, file, readers)
         own.append(files.config)
     else:
         if code:
@@ -91,7 +95,36 @@ def open_checkpoint(
     check_same(coor, texts)
     maps = not (options.disable_mmap or options.shards_layers)  # shards are read, as documented
     files = replace(files, config=config, maps=maps)
-    return run_on_all_ranks(coor, lambda: _described(files, generation, adapter, options))
+    computes = options.dequantize or _has_to_keep(coor, files, options)
+    return run_on_all_ranks(coor, lambda: _described(files, generation, adapter, options, computes))
+
+
+def _has_to_keep(coor: Coordinator, files: CheckpointFiles, options: LoadOptions) -> bool:
+    """True for quantized weights that only we can keep so. Collective where there are such.
+
+    transformers needs the format's own library, and the files, on every rank.
+    """
+    if not _is_quantized(files, options):
+        return False
+    _, reasons = run_and_share(coor, lambda: why_not_quantized(files.config), str)
+    reasons = [f"rank {rank} has no files" for rank in files.blind] + [r for r in reasons if r]
+    if reasons and coor.is_master():
+        log.warning(
+            "rank 0: the weights of %s stay quantized, and each operation computes what it needs "
+            "of them, which takes time, for transformers cannot load them (%s); dequantize=True "
+            "computes them once, in more memory.",
+            files.path,
+            reasons[0],
+        )
+    return bool(reasons)
+
+
+def _is_quantized(files: CheckpointFiles, options: LoadOptions) -> bool:
+    """True for whole layers of quantized weights in a format that we can compute."""
+    is_stored = getattr(files.config, "quantization_config", None) is not None
+    if not is_stored or options.shards_layers or options.rest.get("quantization_config"):
+        return False
+    return bool(weight_format("dequantized").is_known(files))
 
 
 def folder_on_all_ranks(
@@ -177,7 +210,8 @@ def describe_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
     else:
         config = read_config(path, options.adapter, options.trust_remote_code)
         files = CheckpointFiles(Path(path), read_index(path), (0,), config)
-    return _described(files, None, None, options)
+    has_to_keep = _is_quantized(files, options) and bool(why_not_quantized(files.config))
+    return _described(files, None, None, options, options.dequantize or has_to_keep)
 
 
 def checkpoint_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:
@@ -198,8 +232,11 @@ def checkpoint_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtyp
 
 
 def _has_files(folder: Path, options: LoadOptions) -> bool:
-    weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
-    needed = [folder / "config.json"]
+    if file := gguf_path(folder, options.gguf_file):
+        weights, needed = [file], [file]
+    else:
+        weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
+        needed = [folder / "config.json"]
     if options.adapter is not None:
         needed.append(Path(options.adapter, ADAPTER_FILE))
     return bool(weights) and all(file.is_file() for file in needed)
@@ -216,14 +253,21 @@ def _config_of(path: str | Path, fields: Any, code: bool) -> Any:
 
 
 def _described(
-    files: CheckpointFiles, generation: Any, adapter: Any, options: LoadOptions
+    files: CheckpointFiles,
+    generation: Any,
+    adapter: Any,
+    options: LoadOptions,
+    computes: bool,
 ) -> Checkpoint:
-    """The checkpoint with the class and the dtype that its config and the options come to."""
+    """The checkpoint with the class and the dtype that its config and the options come to.
+
+    computes: quantized weights are ours to compute.
+    """
     own = remote_class(files.path, files.config) if options.trust_remote_code else None
     kind = options.cls or own or model_class(files.config)
     options.check_rest(kind)
     dtype = checkpoint_dtype(options.dtype, files.config)
-    if options.dequantize:
+    if computes:
         files = weight_format("dequantized").read_dequantized(files, dtype)
     settings = None if generation is None else generation_settings_from_fields(generation)
     return Checkpoint(files, kind, dtype, settings, adapter)

@@ -1,4 +1,4 @@
-"""Quantized weights of a checkpoint, dequantized while they are read, each rank its own.
+"""Quantized weights of a checkpoint, dequantized by us: while they are read, or in each operation.
 
 source = read_dequantized(source, torch.bfloat16)     # described as a model of plain weights
 
@@ -57,10 +57,9 @@ def read_dequantized(source: CheckpointFiles, dtype: torch.dtype) -> CheckpointF
 
     Raises CheckpointError for a format that is not known.
     """
-    quantization = getattr(source.config, "quantization_config", None)
-    if quantization is None:
+    if getattr(source.config, "quantization_config", None) is None:
         return source
-    settings = _fields(source.path, quantization)
+    settings = _fields(source)
     method = settings.get("quant_method")
     if not isinstance(method, str) or method not in METHODS:
         raise CheckpointError(
@@ -87,8 +86,15 @@ def read_dequantized(source: CheckpointFiles, dtype: torch.dtype) -> CheckpointF
     return replace(source, index=index, config=without_quantization(source.config))
 
 
-def _fields(path: Path, quantization: Any) -> dict[str, Any]:
+def is_known(source: CheckpointFiles) -> bool:
+    """True for quantized weights of a format that can be computed here."""
+    method = _fields(source).get("quant_method")
+    return isinstance(method, str) and method in METHODS
+
+
+def _fields(source: CheckpointFiles) -> dict[str, Any]:
     """The fields of a quantization_config, which transformers may have made an object of."""
+    path, quantization = source.path, source.config.quantization_config
     fields = quantization if isinstance(quantization, dict) else None
     if fields is None and callable(to_dict := getattr(quantization, "to_dict", None)):
         fields = to_dict()
@@ -161,6 +167,10 @@ class ScaledWeight(ComputedTensor):
     values: StoredTensor
     scales: Grid
 
+    @property
+    def parts(self) -> Sequence[StoredTensor]:
+        return self.values, self.scales.stored
+
     def compute(self, reader: TensorReader, region: Region, out: torch.Tensor) -> None:
         out.copy_(reader.box(self.values, region).float() * self.scales.spread(reader, region))
 
@@ -171,6 +181,10 @@ class Mxfp4Weight(ComputedTensor):
 
     blocks: StoredTensor
     exponents: StoredTensor
+
+    @property
+    def parts(self) -> Sequence[StoredTensor]:
+        return self.blocks, self.exponents
 
     def compute(self, reader: TensorReader, region: Region, out: torch.Tensor) -> None:
         (expert, column, row), (experts, columns, rows) = region.start, region.size
@@ -198,6 +212,11 @@ class PackedWeight(ComputedTensor):
     scales: Grid
     zeros: StoredTensor | None
     groups: StoredTensor | None
+
+    @property
+    def parts(self) -> Sequence[StoredTensor]:
+        parts = self.packed, self.scales.stored, self.zeros, self.groups
+        return [part for part in parts if part is not None]
 
     def compute(self, reader: TensorReader, region: Region, out: torch.Tensor) -> None:
         (row, column), (rows, columns) = region.start, region.size
@@ -237,6 +256,11 @@ class TransposedWeight(ComputedTensor):
     order: tuple[int, ...]
     zero_shift: int
     group_size: int
+
+    @property
+    def parts(self) -> Sequence[StoredTensor]:
+        parts = self.packed, self.zeros, self.scales, self.groups
+        return [part for part in parts if part is not None]
 
     def compute(self, reader: TensorReader, region: Region, out: torch.Tensor) -> None:
         (row, column), (rows, columns) = region.start, region.size

@@ -9,6 +9,7 @@ transformers.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,10 +24,11 @@ from coordinator import Coordinator
 from drumline.checkpoint.headers.gguf_header import GgufHeader, import_gguf, read_gguf_header
 from drumline.checkpoint.safetensors_index import (
     ComputedTensor,
+    Index,
     StoredTensor,
     TensorReader,
 )
-from drumline.checkpoint.source import CheckpointFiles, share_index
+from drumline.checkpoint.source import CheckpointFiles, config_from_json, share_index
 from drumline.contact.loading.configs import read_config
 from drumline.contact.loading.gguf_tables import (
     names_by_stored,
@@ -178,32 +180,62 @@ class GgufWeight(ComputedTensor):
         )
 
 
-def find_gguf(coor: Coordinator, file: Path) -> CheckpointFiles:
-    """The file, which every rank must have, its index and its config. Collective."""
-    header = run_on_all_ranks(coor, lambda: read_gguf_header(file))
-    readers = range(coor.world_size)
-    index = run_on_all_ranks(coor, lambda: _tensors(file, header))
-    files, _ = share_index(coor, file, lambda: readers, read_index=lambda path: index)
-    config = run_on_all_ranks(coor, lambda: _config(file))
-    return replace(files, index=index, config=config)
+def find_gguf(coor: Coordinator, file: Path, readers: Sequence[int]) -> CheckpointFiles:
+    """The file, its index and its config. Collective.
+
+    readers: by rank, the rank that reads for it; one without the file is sent its blocks.
+    """
+    own: list[CheckpointFiles] = []
+
+    def read(path: Path) -> Index:
+        own.append(open_gguf(path))
+        return own[0].index
+
+    files, text = share_index(coor, file, lambda: readers, lambda: _descriptions(own[0]), read)
+    opened: CheckpointFiles = run_on_all_ranks(
+        coor, lambda: own[0] if own else _described(files, json.loads(text))
+    )
+    return replace(files, index=opened.index, config=opened.config)
+
+
+def _descriptions(files: CheckpointFiles) -> str:
+    """The config and the kinds of tensors, for ranks without the file."""
+    tensors: Any = files.index
+    facts = {
+        name: (t.architecture, int(t.kind), t.shape_of_elements) for name, t in tensors.items()
+    }
+    return json.dumps([json.loads(files.config.to_json_string()), facts])
+
+
+def _described(files: CheckpointFiles, descriptions: Any) -> CheckpointFiles:
+    """The file as rank 0 has described it."""
+    fields, facts = descriptions
+    kinds = import_gguf().GGMLQuantizationType
+    index = {
+        name: GgufTensor(
+            *(stored.file, stored.offset, stored.dtype, stored.shape),
+            architecture=facts[name][0],
+            kind=kinds(facts[name][1]),
+            shape_of_elements=tuple(facts[name][2]),
+        )
+        for name, stored in files.index.items()
+    }
+    return replace(files, index=index, config=config_from_json(fields))
 
 
 def _tensors(file: Path, header: GgufHeader) -> dict[str, GgufTensor]:
     """The index of a file. Raises CheckpointError for a type that the library cannot dequantize."""
     gguf = import_gguf()
-    index = {}
-    for name, info in header.tensors.items():
-        kind = gguf.GGMLQuantizationType(info.type)
-        index[name] = GgufTensor(
-            file.name,
-            info.offset,
-            "U8",
-            (math.prod(info.shape[:-1]), info.row_nbytes),
+    index = {
+        name: GgufTensor(
+            *(file.name, info.offset, "U8", (math.prod(info.shape[:-1]), info.row_nbytes)),
             header.written,
             architecture=header.architecture,
-            kind=kind,
+            kind=gguf.GGMLQuantizationType(info.type),
             shape_of_elements=info.shape,
         )
+        for name, info in header.tensors.items()
+    }
     for kind, name in {tensor.kind: name for name, tensor in index.items()}.items():
         _check_dequantizes(file, name, kind)
     return index

@@ -84,14 +84,24 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 @pytest.fixture(scope="session")
 def on_master() -> Callable[..., Any]:
-    """What work(model) returns when the model is spread over ranks that are threads."""
+    """What work(model) returns when the model is spread over ranks that are threads.
 
-    def run(path: Path, nprocs: int, work: Callable[[Any], Any], **options: Any) -> Any:
+    elsewhere: the path on ranks but the master, where that is another.
+    """
+
+    def run(
+        path: Path,
+        nprocs: int,
+        work: Callable[[Any], Any],
+        elsewhere: Path | None = None,
+        **options: Any,
+    ) -> Any:
         options.setdefault("max_memory", [1 << 30] * nprocs)
 
         def rank() -> Any:
             torch.set_num_threads(1)  # OpenMP asks each thread anew
-            with drumline.load(path, **options) as model:
+            own = elsewhere if elsewhere and launcher.current().rank else path
+            with drumline.load(own, **options) as model:
                 assert len(model.device_map.ranks) == nprocs
                 return work(model)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import re
+import textwrap
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,16 @@ def quantizer_of(config: Any, settings: Any = None) -> tuple[Any, Any]:
     """
     quantizer, config, _ = api.get_hf_quantizer(config, settings, {"": "cpu"}, True, {})
     return quantizer, config
+
+
+def why_not_quantized(config: Any) -> str:
+    """The reason for which transformers cannot load weights as this config says they are quantized
+    here, in words; nothing if it can."""
+    try:
+        quantizer_of(copy.deepcopy(config))
+    except Exception as error:  # of a library that is missing, or of one that asks for a device
+        return textwrap.shorten(str(error), 200) or type(error).__name__
+    return ""
 
 
 def quantize_empty(quantizer: Any, model: nn.Module, dtype: torch.dtype) -> None:

@@ -248,6 +248,50 @@ def test_gptq_and_awq_are_unpacked_by_their_owner(
     assert_equal(found, expected)
 
 
+PACKED_KINDS = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
+}
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_quantized_weights_stay_so_on_a_rank_without_files(
+    checkpoints, on_master, tmp_path, method
+):
+    """They were refused there: the formats' own libraries read the files, on every rank."""
+    _, path = checkpoints.make("LlamaForCausalLM of 64", "LlamaForCausalLM", **SMALL)
+    generator = torch.Generator().manual_seed(4)
+
+    def pack(name, tensor):
+        if "proj" not in name:
+            return None
+        rows, columns = tensor.shape
+        shape = (columns, rows // 8) if method == "awq" else (columns // 8, rows)
+        sizes = {"qweight": shape, "qzeros": (columns // GROUP, rows // 8)}
+        words = {
+            k: torch.randint(-(2**31), 2**31, n, generator=generator) for k, n in sizes.items()
+        }
+        parts = {key: value.int() for key, value in words.items()}
+        parts["scales"] = torch.rand(columns // GROUP, rows, generator=generator).half() / 8
+        if method == "gptq":
+            parts["g_idx"] = torch.randperm(columns, generator=generator).int() // GROUP
+        return {name.replace("weight", part): value for part, value in parts.items()}
+
+    folder = quantized_folder(path, tmp_path / "packed", pack, PACKED_KINDS[method])
+
+    def run(model):
+        kept = sum(tensor.nbytes for tensor in model.model.layers[0].parameters())
+        assert model.device_map.nbytes["model.layers.0"] == kept
+        return greedy(model), model(torch.arange(3, 12)[None]).logits, kept, model.loaded
+
+    options = {"device_map": {"": 0, "model.layers.1": 1}, "elsewhere": tmp_path / "absent"}
+    tokens, logits, kept, loaded = on_master(folder, 2, run, **options)
+    expected = on_master(folder, 2, run, dequantize=True, **options)
+    assert (tokens, torch.equal(logits, expected[1])) == (expected[0], True)
+    assert kept < expected[2] / 2
+    assert loaded.nbytes_sent < expected[3].nbytes_sent / 2
+
+
 def test_copies_whose_integers_mean_other_weights_are_not_mixed(
     checkpoints, ranks_or_errors, tmp_path
 ):

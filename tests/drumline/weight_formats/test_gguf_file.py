@@ -126,6 +126,19 @@ def test_blocks_stay_blocks_in_memory_and_in_the_plan(mixed, on_master, nprocs):
     assert more - planned == dense - kept
 
 
+def test_a_rank_without_the_file_is_sent_the_blocks(mixed, on_master, tmp_path):
+    """Every rank had to have the file."""
+
+    def sent(model):
+        return model(torch.arange(3, 60)[None]).logits, model.loaded.nbytes_sent
+
+    options = {"dtype": torch.float32, "elsewhere": tmp_path / "absent" / mixed.name}
+    logits, nbytes = on_master(mixed, 2, sent, **options)
+    plain, dense_nbytes = on_master(mixed, 2, sent, dequantize=True, **options)
+    assert torch.equal(logits, plain)
+    assert nbytes < dense_nbytes / 3
+
+
 def test_an_adapter_is_merged_into_the_layers_of_a_file(file, on_master, tmp_path):
     plain = LlamaForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     merged = merge(plain, make_adapter(tmp_path / "adapter", plain, LINEAR))
