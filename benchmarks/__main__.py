@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 TRIAL = ROOT / "build" / "benchmarks"
 STEP_S = 1800  # longer than any step takes: one that is not done has hung
 FOR_FOUR = ["8", "4096", "65536", "1048576", "67108864"]  # bytes; on two cores they take long
+SHORT_PROMPTS = ["--prefix", "20", "--long", "99", "--head-start", "0.2"]
 # What each step runs: all of it, and what stands for it in a trial.
 STEPS = {
     "startup": (
@@ -62,6 +63,10 @@ STEPS = {
     "model": (
         ["benchmarks.model"],
         ["--ranks", "1", "2", "--repeats", "1", "--layers", "2", "--hidden", "96"],
+    ),
+    "serve": (
+        ["benchmarks.serve"],
+        ["--tiny", "--repeats", "1", "--clients", "2", "--new-tokens", "4", *SHORT_PROMPTS],
     ),
     "nd_loading": (["benchmarks.nd_loading"], ["--ranks", "2"]),
     "compile_once": (["benchmarks.compile_once"], ["--ranks", "2"]),

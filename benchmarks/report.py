@@ -58,9 +58,9 @@ SECTIONS = (
     Section(
         "inference",
         "One model over ranks",
-        ("inference*", "model"),
+        ("inference*", "model", "serve*"),
         ("model",),
-        "inference nano-engine model",
+        "inference nano-engine model serve",
     ),
     Section("loading", "Loading sharded checkpoints", ("nd_loading",), (), "nd_loading"),
     Section("compiling", "Compiling once for all ranks", ("compile_once-*",), (), "compile_once"),
