@@ -6,6 +6,7 @@ Requests, scheduling, chunks of prompts, shared beginnings, forks and sampling a
 from __future__ import annotations
 
 import functools
+import time
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -43,6 +44,12 @@ NEW_TOKEN = 1
 
 TOKENS_BESIDE_EACH = 2
 """Of prompts, in a step, for each sequence that gets a token in it, as each makes it longer."""
+
+LEAST_BESIDE = 8
+"""Tokens of prompts in a step, however long it takes: a prompt comes to its end."""
+
+SLOWER = 2
+"""Times as long as a step without prompts a step with them may take."""
 
 UNLIMITED = 1e9
 """The share of this host's memory that the tables take for granted: the ranks' own is counted."""
@@ -223,6 +230,30 @@ class SteppedModel:
         return types.SimpleNamespace(logits=chosen)
 
 
+class Pace:
+    """The tokens of prompts in a step beside others: fewer where such steps took too long.
+
+    most: of them, before those for each of the others.
+    """
+
+    def __init__(self, most: int):
+        self.most, self._part = most, 1.0
+        self._plain_s = 0.0  # of a step without prompts, over the last ones
+
+    def tokens(self, num_others: int) -> int:
+        most = self.most + TOKENS_BESIDE_EACH * num_others
+        return max(min(LEAST_BESIDE, most), int(most * self._part))
+
+    def note(self, num_prompt_tokens: int, seconds: float) -> None:
+        """Learn from a step that made tokens of others."""
+        if not num_prompt_tokens:
+            self._plain_s = (3 * self._plain_s + seconds) / 4 if self._plain_s else seconds
+        elif seconds > SLOWER * self._plain_s > 0:
+            self._part = max(self._part / 2, LEAST_BESIDE / max(self.most, LEAST_BESIDE))
+        else:
+            self._part = min(self._part + 0.1, 1)
+
+
 @functools.cache
 def scheduler_class(scheduler_type: str) -> type[Any]:
     """transformers' scheduler of this name, which a prompt holds up less, and a cancelled request
@@ -231,17 +262,20 @@ def scheduler_class(scheduler_type: str) -> type[Any]:
     base: Any = api.SCHEDULER_MAPPING[scheduler_type]
 
     class PacedScheduler(base):  # type: ignore[misc]
-        tokens_beside: int | None = None
+        pace: Pace | None = None
+        num_others = num_prompt_tokens = 0  # of the last step
         block_new_requests: bool
 
         def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
             """Let prompts have few tokens of a step in which others get their next token."""
             active = self.active_requests.values()
-            decoding = sum(not state.remaining_prefill_tokens for state in active)
-            if decoding and self.tokens_beside is not None:
-                most = decoding + self.tokens_beside + TOKENS_BESIDE_EACH * decoding
+            self.num_others = sum(not state.remaining_prefill_tokens for state in active)
+            if self.num_others and self.pace is not None:
+                most = self.num_others + self.pace.tokens(self.num_others)
                 token_budget = min(token_budget, most)
-            return super().schedule_batch(token_budget, cache_budget)
+            scheduled = super().schedule_batch(token_budget, cache_budget)
+            self.num_prompt_tokens = max(scheduled[2] - self.num_others, 0)
+            return scheduled
 
         def clear_cancelled_requests(self) -> Any:
             """Let new requests in again: once some were put back, only a finished one did."""
@@ -428,7 +462,10 @@ class PagedManager(Manager):  # type: ignore[misc]
         self.ranks.use_attention(self, self._attention)  # another manager may have released it
         requests = processor.inputs_and_outputs.requests_in_batch
         self.names_in_step = [each.state.request_id for each in requests]
+        began_s, scheduler = time.monotonic(), processor.scheduler
         processor._generation_step(SteppedModel(self.model, processor, self._choose))
+        if scheduler.pace is not None and scheduler.num_others:
+            scheduler.pace.note(scheduler.num_prompt_tokens, time.monotonic() - began_s)
         self.names_in_step = []
         self.ranks.check_there()  # the call may have loaded the model again
 
@@ -467,7 +504,8 @@ class PagedManager(Manager):  # type: ignore[misc]
             safety_margin=settings.safety_margin,
             max_requests_per_batch=settings.max_requests_per_batch,
         )
-        scheduler.tokens_beside = self._tokens_beside
+        if self._tokens_beside is not None:
+            scheduler.pace = Pace(self._tokens_beside)
         return api.ContinuousBatchProcessor(
             cache=tables,
             config=config,

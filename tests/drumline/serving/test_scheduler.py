@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from drumline.contact.batching.paged_batches import TOKENS_BESIDE_EACH
+from drumline.contact.batching.paged_batches import LEAST_BESIDE, TOKENS_BESIDE_EACH, Pace
 from drumline.pipeline.paged_generation import BatchedRanks
 from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import CHUNK_TOKENS, PAGE_SIZE, BatchScheduler, ServingLimits
@@ -251,3 +251,25 @@ def test_close_ends_a_sequence_that_nobody_reads(loaded):
         (client,) = submit(scheduler, Client([15], ENDLESS))
         assert client.has_begun.wait(30)
     assert "is being stopped" in str(client.reason) and len(client.sequence.new_tokens) < 1900
+
+
+def test_prompts_have_fewer_tokens_of_a_step_that_takes_too_long_for_others():
+    """The others' tokens came up to five times as far apart while a long prompt came in."""
+    pace, most = Pace(32), 32 + 3 * TOKENS_BESIDE_EACH
+    assert pace.tokens(3) == most
+
+    def step(num_tokens):
+        pace.note(num_tokens, 0.02 + 0.002 * num_tokens)
+
+    step(0)
+    sizes = []
+    for _ in range(30):
+        sizes.append(pace.tokens(3))
+        step(sizes[-1])
+    assert sizes[0] == most and 5 < sum(sizes[5:]) / 25 < 12  # ten tokens take as long again
+    for _ in range(20):
+        pace.note(pace.tokens(3), 0.03)
+    assert pace.tokens(3) == most
+    for _ in range(9):
+        pace.note(most, 1.0)
+    assert pace.tokens(3) >= LEAST_BESIDE
