@@ -35,6 +35,10 @@ SMALL, LARGE = 64, 1 << 20
 OfRounds = Callable[[list[float]], float]
 """Reduces a series of times: min, or median."""
 
+WINDOW_S, NUM_WINDOWS = 0.2, 2
+"""Twice the period of the kernel's quotas of CPU time: in less, a container with a third of a core
+is as fast as a whole one, and then stands still."""
+
 ROUNDS = 8
 
 OPERATIONS = 16
@@ -75,7 +79,7 @@ def measure_machines(
     """The speed of each place that is not offloaded, measured once for each machine. Collective.
 
     None where all ranks are on one machine, which are equal, or have other devices than the first
-    rank of theirs. Takes a quarter of a second and 32 MiB of memory, on all machines at once.
+    rank of theirs. Takes a second and 32 MiB of memory, on all machines at once.
     """
     machines = [peer.machine for peer in coor.peers]
     if len({*machines}) == 1:
@@ -83,7 +87,9 @@ def measure_machines(
     firsts = [machines.index(machine) for machine in machines]
     devices = [first_device(d for owner, d in places if owner == rank) for rank in firsts]
     own = devices[coor.rank] if firsts[coor.rank] == coor.rank else None
-    speeds = coor.allgather_object(own and astuple(measure_device(own, dtype)))
+    speeds = coor.allgather_object(
+        own and astuple(measure_device(own, dtype, best_window, NUM_WINDOWS))
+    )
     by_place = {
         place: DeviceSpeed(*speeds[firsts[place[0]]])
         for place in places
@@ -93,38 +99,54 @@ def measure_machines(
     return DeviceSpeeds(by_place)
 
 
+def best_window(took: list[float]) -> float:
+    """The mean of the rounds in that window of WINDOW_S in which they were fastest."""
+    means: list[float] = []
+    window: list[float] = []
+    for seconds in took:
+        window.append(seconds)
+        if sum(window) >= WINDOW_S:
+            means.append(sum(window) / len(window))
+            window = []
+    return min(means, default=max(took))
+
+
 def measure_place(device: str, main: str, dtype: torch.dtype) -> DeviceSpeed:
     """The speed for weights on `device` of this rank, whose first device is `main`."""
     if device == "disk":
         return DeviceSpeed(measure_device(main, dtype).flops, DISK_BYTES_A_SECOND)
     if device == "cpu" and main != "cpu":
         weights = torch.ones(WEIGHTS, dtype=torch.uint8)
-        copying_s = min(_rounds(lambda: weights.to(main), main))
+        copying_s = min(_rounds(lambda: weights.to(main), main, timings.TIMINGS.round_s))
         return DeviceSpeed(measure_device(main, dtype).flops, WEIGHTS / copying_s)
     return measure_device(device, dtype)
 
 
-def measure_device(device: str, dtype: torch.dtype, of_rounds: OfRounds = min) -> DeviceSpeed:
+def measure_device(
+    device: str, dtype: torch.dtype, of_rounds: OfRounds = min, num_windows: int = 0
+) -> DeviceSpeed:
     """The speed of one device: a matrix times a vector for bytes, times many for FLOPs.
 
-    of_rounds: reduces the times of the rounds; a disturbance only makes one longer.
+    of_rounds: reduces the times of the rounds; a disturbance only makes one longer. num_windows:
+    for how many WINDOW_S each of the two is done; for a moment if 0.
     """
+    round_s = num_windows * WINDOW_S or timings.TIMINGS.round_s
     rows = WEIGHTS // (1024 * dtype.itemsize)
     weights = torch.ones(rows, 1024, dtype=dtype, device=device)
     vector = torch.ones(1024, 1, dtype=dtype, device=device)
     tokens = torch.ones(1024, TOKENS, dtype=dtype, device=device)
-    reading_s = of_rounds(_rounds(lambda: weights @ vector, device))
+    reading_s = of_rounds(_rounds(lambda: weights @ vector, device, round_s))
     square = weights[:1024]
-    multiplying_s = of_rounds(_rounds(lambda: square @ tokens, device))
+    multiplying_s = of_rounds(_rounds(lambda: square @ tokens, device, round_s))
     return DeviceSpeed(2.0 * square.numel() * TOKENS / multiplying_s, weights.nbytes / reading_s)
 
 
 @torch.inference_mode()
-def _rounds(work: Callable[[], object], device: str) -> list[float]:
-    """Seconds of each round."""
+def _rounds(work: Callable[[], object], device: str, round_s: float) -> list[float]:
+    """Seconds of each round, all of which take round_s."""
     work()
     took: list[float] = []
-    deadline = time.perf_counter() + timings.TIMINGS.round_s
+    deadline = time.perf_counter() + round_s
     while not took or time.perf_counter() < deadline:
         _wait_for(device)
         start = time.perf_counter()

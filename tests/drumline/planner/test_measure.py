@@ -16,6 +16,7 @@ from coordinator import Coordinator, peers
 from drumline.planner import measure
 from drumline.planner.cost_model import DeviceSpeed, GroupSpeed, LinkSpeed
 from drumline.planner.measure import (
+    best_window,
     equalize_similar_devices,
     measure_device,
     measure_group_speeds,
@@ -89,11 +90,20 @@ def test_auto_gives_a_slow_host_few_layers_and_equal_hosts_the_same(
                 return model.device_map
 
     speeds: dict[int, float] = {}
-    measured = lambda device, dtype: DeviceSpeed(1e13, speeds[threading.get_ident()])  # noqa: E731
+    measured = lambda *_: DeviceSpeed(1e13, speeds[threading.get_ident()])  # noqa: E731
     monkeypatch.setattr(measure, "measure_device", measured)
     device_map = ranks(rank, 4, nodes=[2, 2])[0]
     assert sum("layers" in name for name in device_map.of(2)) == num_layers
     assert ("at" in str(device_map)) == (num_layers == 1)
+
+
+def test_a_host_that_stands_still_most_of_the_time_is_not_as_fast_as_its_best_round():
+    """A cgroup with 0.3 of a core runs for 30 ms of 100, and then was as fast as a whole one."""
+    throttled = [*[0.005] * 5, 0.075] * 4
+    assert best_window(throttled) == pytest.approx(0.1 / 6, rel=0.01)
+    disturbed = [0.005] * 60 + [0.3] + [0.005] * 10
+    assert best_window(disturbed) == pytest.approx(0.005)
+    assert best_window([0.5, 0.4]) == 0.4 and best_window([0.01]) == 0.01
 
 
 def test_what_is_read_from_disk_is_slower_than_what_is_in_memory():
