@@ -38,6 +38,7 @@ from drumline.contact.releases import installed
 from drumline.core.consistency import run_on_all_ranks
 from drumline.core.shards import Region
 from drumline.errors import CheckpointError, blamed_on_file
+from drumline.weight_formats.gguf_blocks import dequantized
 
 COMPUTED = (
     "rope_freqs.weight",
@@ -68,16 +69,11 @@ class GgufTensor(StoredTensor):
         blocks = reader.box(stored, box)
         if len(numbers) < end - first or not numbers.diff().eq(1).all():
             blocks = blocks[numbers - first]
-        return dequantized(blocks, self.kind)
+        return dequantized(blocks, self.kind.name)
 
     def read(self, reader: TensorReader) -> Any:
         rows = self.rows(reader, torch.arange(self.shape[0]))
         return rows.view(self.shape_of_elements).numpy()
-
-
-def dequantized(blocks: torch.Tensor, kind: Any) -> torch.Tensor:
-    """Rows of blocks, [rows, bytes], as numbers, [rows, elements]."""
-    return torch.from_numpy(import_gguf().dequantize(blocks.numpy(), kind))
 
 
 @dataclass(frozen=True, kw_only=True)

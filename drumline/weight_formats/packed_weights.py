@@ -27,7 +27,10 @@ from drumline.checkpoint.shard_plan import SourceSlice, parts_of, read_slices, w
 from drumline.checkpoint.source import CheckpointFiles
 from drumline.checkpoint.weight_map import WeightMap, dtype_overrides
 from drumline.core.packed_tensor import PART_MARK, PackedTensor, Parts
-from drumline.core.shards import Region
+from drumline.core.shards import Region, split_into_blocks
+
+BLOCK_ELEMENTS = 1 << 18
+"""As many are computed at a time: the steps on the way to them stay in the caches of a CPU."""
 
 
 class KeptReader(TensorReader):
@@ -69,7 +72,9 @@ class Unpacking:
         reader = KeptReader({_place(self.stored[key]): part for key, part in parts.items()})
         with torch.device(next(iter(parts.values())).device):
             out = torch.empty(region.size, dtype=self.index[self.slices[0].key].torch_dtype)
-            read_slices(reader, self.index, self.slices, region, out)
+            for block in split_into_blocks(region.size, BLOCK_ELEMENTS):
+                at = block.moved((0,) * len(region.start), region.start)
+                read_slices(reader, self.index, self.slices, at, out[block.slices()])
         return out
 
 
