@@ -60,13 +60,14 @@ def plan(
 ) -> DeviceMap:
     """The device map of `model` over `free_nbytes`, by place, in the order of its keys.
 
-    "auto" and "balanced" fill every place to the same fraction of its memory, unless `speeds` says
-    that some are slower by UNEVEN: then a token is to take the shortest time for which no place is
-    filled beyond FULL, or beyond that fraction. "sequential" fills one after the other; "fastest"
-    gives the most tokens a second at these `speeds`, for passes such as `step`, and may leave slow
-    places empty; a mapping of module names (or prefixes) to a place or rank is checked and
-    completed. Layers stay contiguous; the parts around them go to the first place, where generate()
-    runs, if they fit (a head elsewhere sends a vocabulary back per token), else to the last one.
+    "auto" and "balanced" fill every place to the same fraction of its memory; but "auto", where
+    `speeds` says that some are slower by UNEVEN, lets a token take the shortest time for which no
+    place is filled beyond FULL, or beyond that fraction. "sequential" fills one after the other;
+    "fastest" gives the most tokens a second at these `speeds`, for passes such as `step`, and may
+    leave slow places empty; a mapping of module names (or prefixes) to a place or rank is checked
+    and completed. Layers stay contiguous; the parts around them go to the first place, where
+    generate() runs, if they fit (a head elsewhere sends a vocabulary back per token), else to the
+    last one.
 
     The CPU of a rank that has an accelerator, and "disk", are used only if the model does not fit
     without; then memory for two layers is kept free where they run: one at work, one on its way.
@@ -88,7 +89,8 @@ def plan(
         return planner.fastest(speeds or DeviceSpeeds({}), step or PassShape())
     for deepest in sorted(set(levels.values())):
         planner = _Planner(model, free_nbytes, levels, deepest)
-        complete_map = planner.plan(device_map == "sequential", speeds, step or PassShape())
+        weighed = speeds if device_map == "auto" else None
+        complete_map = planner.plan(device_map == "sequential", weighed, step or PassShape())
         if complete_map is not None:
             return complete_map
     raise planner.impossible()

@@ -91,11 +91,11 @@ def load(
 
     Where it goes:
 
-    device_map: how to plan, see `plan`: "auto" (the default) or "balanced", which mean the same,
-        "sequential", or "fastest", which first measures what devices and links do, and splits
-        layers over ranks of a node, as tp= does, where that is a tenth faster; or a module
-        (or prefix) to rank, or to (rank, device). On the device "disk", weights are read whenever
-        a layer runs, the next layer's meanwhile.
+    device_map: how to plan, see `plan`: "auto" (the default), which gives slow machines fewer
+        layers, "balanced", by memory alone, "sequential", or "fastest", which first measures what
+        devices and links do, and splits layers over ranks of a node, as tp= does, where that is a
+        tenth faster; or a module (or prefix) to rank, or to (rank, device). On the device "disk",
+        weights are read whenever a layer runs, the next layer's meanwhile.
     coor: who the ranks are; made from the launch, and closed with the model, if not given.
     max_memory: bytes (or "2GiB") by place {(rank, "cpu"): ..., (rank, "disk"): ...}, by rank
         {0: ...}, by device of the master {"cpu": ...}, or a list by rank; what is free if not

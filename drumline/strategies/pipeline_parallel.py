@@ -67,7 +67,7 @@ def _load_stage(
         inputs = collect_plan_inputs(coor, path, options)
         mode = options.device_map or "auto"
         speeds = options.speeds
-        if mode in ("auto", "balanced"):
+        if mode == "auto":
             speeds = measure_machines(coor, inputs.free_nbytes, inputs.checkpoint.dtype)
         device_map = run_on_all_ranks(coor, lambda: inputs.plan(mode, speeds))
         planned.append(device_map)

@@ -24,7 +24,8 @@ from coordinator import Coordinator
 def main(path):
     torch.set_num_threads(1)
     with Coordinator(timeout_s=60) as coor:
-        with drumline.load(path, coor=coor, max_memory=[1 << 30] * coor.world_size) as model:
+        memory = [1 << 30] * coor.world_size
+        with drumline.load(path, "balanced", coor, max_memory=memory) as model:
             prompt = torch.tensor([{PROMPT}])
             tokens = model.generate(prompt, max_new_tokens=12, do_sample=False)
             ranks, nodes = model.device_map.ranks, [len(node) for node in coor.nodes]

@@ -126,6 +126,8 @@ def test_a_slow_host_gets_what_the_fast_ones_have_no_room_for_and_these_equal_pa
     free = {(0, "cpu"): 500, (1, "cpu"): 2000, (2, "cpu"): 500, (3, "cpu"): 500}
     chosen = plan(LLAMA, free, speeds=speeds_of(free, [1.0, 0.3, 1.0, 1.0]))
     assert [len(chosen.of(rank)) for rank in range(4)] == [5, 0, 3, 3]
+    by_memory = plan(LLAMA, free, "balanced", speeds=speeds_of(free, [1.0, 0.3, 1.0, 1.0]))
+    assert len(by_memory.of(1)) > 3
     assert "(nothing)" in str(chosen) and " 30 B/s" in str(chosen)
     free[(2, "cpu")] = free[(3, "cpu")] = 90
     chosen = plan(LLAMA, free, speeds=speeds_of(free, [1.0, 0.3, 1.0, 1.0]))
