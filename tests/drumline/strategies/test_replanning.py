@@ -16,6 +16,7 @@ from drumline.strategies.replanning import memory_of
 PROGRAM = Path(__file__).parents[1] / "programs" / "outlive_a_rank.py"
 LOSE_AGAIN = PROGRAM.with_name("lose_while_replanning.py")
 PROMPT = torch.tensor([[5, 6, 7, 8]])
+PRELOADED = "transformers.models.llama.modeling_llama"  # once, in place of in each rank
 
 
 def reports(processes):
@@ -83,7 +84,7 @@ def fail(path):
 def test_an_error_of_the_script_is_told_before_the_end_of_the_other_ranks(checkpoints):
     """They waited for rank 0 to end, which waited for them, and were then blamed."""
     with pytest.raises(launcher.LaunchError) as error:
-        launcher.launch(fail, 3, args=(str(checkpoints.llama()[1]),))
+        launcher.launch(fail, 3, args=(str(checkpoints.llama()[1]),), preload=[PRELOADED])
     assert (error.value.failures[0].rank, error.value.failures[0].type) == (0, "RuntimeError")
 
 
