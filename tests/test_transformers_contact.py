@@ -57,7 +57,7 @@ def test_each_name_has_a_reason_and_releases_that_were_read():
     for name, (reason, releases) in names.items():
         assert len(reason.split()) > 3 and "5.2" in releases, name
     assert not [name for name in taken if name.startswith("_")]
-    assert len(transformers_api.NAMES) <= 33 and len(transformers_api.BATCHING_NAMES) <= 16
+    assert len(transformers_api.NAMES) <= 30 and len(transformers_api.BATCHING_NAMES) <= 16
 
 
 def test_what_batches_need_is_what_is_imported_for_them():

@@ -6,7 +6,7 @@ An option that is not listed may couple rows, so a batch with one is generated w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from drumline.contact import transformers_api as api
@@ -145,15 +145,14 @@ def _option_names(kind: Callable[[], Any]) -> frozenset[str]:
 Criterion: TypeAlias = api.StoppingCriteria
 """Called with the tokens so far and their scores; returns which rows are done."""
 
-Criteria: TypeAlias = api.StoppingCriteriaList
+Criteria: TypeAlias = list[Criterion]
+"""Of the kind that transformers makes, which can be called."""
 
 DETERMINISTIC = (api.MaxLengthCriteria, api.EosTokenCriteria, api.StopStringCriteria)
 
 
-def wrap_undetermined(criteria: Iterable[Any], wrap: Callable[[Any], Any]) -> Criteria:
+def wrap_undetermined(criteria: Criteria, wrap: Callable[[Any], Any]) -> Criteria:
     """The criteria, each wrapped unless it depends on tokens alone.
 
     Others may read a clock, or be of the script's own code."""
-    return api.StoppingCriteriaList(
-        item if type(item) in DETERMINISTIC else wrap(item) for item in criteria
-    )
+    return type(criteria)(item if type(item) in DETERMINISTIC else wrap(item) for item in criteria)

@@ -30,7 +30,6 @@ from transformers import (
     QuantizedCache,
     StaticCache,
     StoppingCriteria,
-    StoppingCriteriaList,
     StopStringCriteria,
     TextStreamer,
     dynamic_module_utils,
@@ -60,8 +59,6 @@ NAMES: dict[str, tuple[str, str]] = {
     "EncoderDecoderCache": ("a pair of caches, which other ranks get as two", READ_IN),
     "EosTokenCriteria": ("a stop that depends on tokens alone, the same on each rank", READ_IN),
     "GenerationConfig": ("the generation settings of a checkpoint and of the server", READ_IN),
-    "LlamaConfig": ("the config of the tiny model of the self-check", READ_IN),
-    "LlamaForCausalLM": ("the tiny model of the self-check", READ_IN),
     "LoadStateDictInfo": ("reports what a checkpoint lacks, where drumline reads it", READ_IN),
     "MODEL_FOR_CAUSAL_LM_MAPPING": ("the class of a config that names none: a decoder", READ_IN),
     "MODEL_FOR_MULTIMODAL_LM_MAPPING": ("the same of one that takes images or sound", READ_IN),
@@ -78,7 +75,6 @@ NAMES: dict[str, tuple[str, str]] = {
     "StaticCache": ("the cache of fixed size, built again on other ranks", READ_IN),
     "StopStringCriteria": ("a stop that depends on tokens alone, the same on each rank", READ_IN),
     "StoppingCriteria": ("a stop of our own: each rank stops when the first does", READ_IN),
-    "StoppingCriteriaList": ("the stops of a generation, which are wrapped one by one", READ_IN),
     "TENSOR_PROCESSORS": ("lay weights of a GGUF file out as a model has them", READ_IN),
     "TensorProcessor": ("the one for architectures of GGUF without one of their own", READ_IN),
     "TextStreamer": ("prints what `drumline generate` makes, word by word", READ_IN),
@@ -190,8 +186,9 @@ BATCHING_UNDERSCORES: dict[str, tuple[str, str]] = {
 
 
 def tiny_llama(**sizes: Any) -> Any:
-    """A model for the self-check. Its class is imported here, as no other use needs it."""
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    """A model for the self-check."""
+    config = CONFIG_MAPPING["llama"](**sizes)
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
 
 
 def response_template(tokenizer: Any, model: Any) -> Any:
@@ -268,7 +265,6 @@ __all__ = [
     "StaticCache",
     "StopStringCriteria",
     "StoppingCriteria",
-    "StoppingCriteriaList",
     "TensorProcessor",
     "TextStreamer",
     "continuous_batching",
