@@ -7,6 +7,7 @@
 #include "reduce/half.h"
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -184,6 +185,15 @@ Reduce compiled_for(Instructions instructions) {
     return reduce_plain<Codec, Op>;
 }
 
+#if defined(__x86_64__)
+// Asked of the processor: __builtin_cpu_supports() knows of no half precision where a library is
+// linked with the libgcc of GCC 10 or earlier, or by clang, and then says no.
+bool has_f16c() {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+#endif
+
 bool is_supported(Instructions instructions) {
     switch (instructions) {
 #if defined(__x86_64__)
@@ -191,7 +201,7 @@ bool is_supported(Instructions instructions) {
             return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
         case Instructions::avx2:
-            return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+            return __builtin_cpu_supports("avx2") && has_f16c();
 #endif
         default:
             return instructions == Instructions::plain;
