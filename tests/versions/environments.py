@@ -67,7 +67,7 @@ def _fill(python: Path, chosen: dict[str, str], newest: bool) -> None:
     needed |= chosen
     pre = ["--prerelease", "allow"] if newest else []
     install(python, *pre, "--no-deps", needed["torch"])
-    _leave_out_cuda(python)
+    leave_out_cuda(python)
     install(python, *pre, *(text for name, text in needed.items() if name != "drumline"))
     _add_drumline(python)
 
@@ -98,7 +98,7 @@ def run(*command: object) -> str:
     return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def _leave_out_cuda(python: Path) -> None:
+def leave_out_cuda(python: Path) -> None:
     """Stand-ins for libraries of CUDA, unless torch was built without it."""
     packages = _packages(python)
     version = (packages / "torch" / "version.py").read_text()
