@@ -122,11 +122,18 @@ def _load_weights(
         coor, lambda: checkpoint.with_adapter(model, weight_map.slices)
     )
     weight_map = replace(weight_map, slices=slices)
-    weight_map, files = run_on_all_ranks(
+    weight_map, kept = run_on_all_ranks(
         coor, lambda: keep_packed(model, weight_map, files, dtype, options)
     )
-    checkpoint = replace(checkpoint, files=files)
-    stats = fill(model, weight_map, files, device_map.places, dtype, coor, options.progress)
+    if len(kept.index) > len(files.index) and files.path.suffix == ".gguf" and coor.is_master():
+        log.warning(
+            "rank 0: the weights of %s stay in the blocks of their file, and each operation "
+            "computes what it needs of them, which takes most of the time of a token on a CPU; "
+            "dequantize=True computes them once, where there is memory for it.",
+            files.path,
+        )
+    checkpoint = replace(checkpoint, files=kept)
+    stats = fill(model, weight_map, kept, device_map.places, dtype, coor, options.progress)
     stage = LoadedStage(model, device_map, stats=stats)
     run_on_all_ranks(coor, lambda: _place(stage, weight_map, checkpoint, coor.rank))
     return stage

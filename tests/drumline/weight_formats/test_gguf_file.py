@@ -111,7 +111,7 @@ def test_the_layers_are_those_of_one_process(file, on_master, names_file):
 
 
 @pytest.mark.parametrize("nprocs", [1, 2])
-def test_blocks_stay_blocks_in_memory_and_in_the_plan(mixed, on_master, nprocs):
+def test_blocks_stay_blocks_in_memory_and_in_the_plan(mixed, on_master, nprocs, caplog):
     """A file of 40 GB had needed 141."""
 
     def sizes(model):
@@ -120,7 +120,9 @@ def test_blocks_stay_blocks_in_memory_and_in_the_plan(mixed, on_master, nprocs):
         return logits, kept, sum(model.device_map.nbytes[n] for n in model.device_map.of(0))
 
     logits, kept, planned = on_master(mixed, nprocs, sizes, dtype=torch.float32)
+    assert caplog.text.count("stay in the blocks of their file") == 1  # for that takes time
     plain, dense, more = on_master(mixed, nprocs, sizes, dtype=torch.float32, dequantize=True)
+    assert caplog.text.count("stay in the blocks of their file") == 1
     assert torch.equal(logits, plain)
     assert kept < dense / 3
     assert more - planned == dense - kept
