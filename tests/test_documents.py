@@ -82,6 +82,7 @@ def test_parts_of_files_that_pages_include_are_there():
 RUN = [page for page in PAGES if "<!-- test:" in page.read_text()]
 
 
+@pytest.mark.timeout(300)  # of a page of ten commands, each of which imports torch
 @pytest.mark.parametrize("page", RUN, ids=_name)
 def test_the_commands_of_a_page_run_as_printed(page, tmp_path):
     for name, text in FILE.findall(page.read_text()):

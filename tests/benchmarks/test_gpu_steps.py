@@ -3,6 +3,7 @@
 import itertools
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -66,6 +67,14 @@ def test_every_step_is_in_the_archive_before_the_next_begins(results):
 
 
 @pytest.fixture
+def interrupts():
+    """SIGINT reaches children, also if a shell started the tests with `&`, and so ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
 def limits_begin_with_output(results, monkeypatch):
     """The time of a step begins with its first line, so that none is over before its shell runs."""
     wait = subprocess.Popen.wait
@@ -78,7 +87,7 @@ def limits_begin_with_output(results, monkeypatch):
     monkeypatch.setattr(subprocess.Popen, "wait", wait_after_output)
 
 
-@pytest.mark.usefixtures("limits_begin_with_output")
+@pytest.mark.usefixtures("limits_begin_with_output", "interrupts")
 def test_a_step_that_hangs_says_where_it_is_and_is_killed_with_its_children(results, tmp_path):
     say = "trap 'echo was here' INT; echo started"  # as pytest and ranks do
     hangs = Step("hangs", f"{say}; (sleep 300; touch {tmp_path}/late) & sleep 300", 0)

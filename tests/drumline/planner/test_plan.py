@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from drumline import DeviceMap, ModelProfile, ModulePart, PlanError, plan
 from drumline.core.device_map import abbreviate_names
 from drumline.planner.cost_model import DeviceSpeed, DeviceSpeeds, estimate
+from drumline.planner.measure import equalize_similar_devices
 from drumline.planner.memory import limit_memory, nbytes
-from drumline.planner.plan import SLACK
+from drumline.planner.plan import SLACK, UNEVEN
 
 
 @st.composite
@@ -86,7 +87,8 @@ def test_a_plan_by_speed_keeps_to_the_memory_and_never_makes_a_token_slower(mode
     chosen = plan(model, free, speeds=speeds)
     assert all(chosen.used(place) <= free[place] for place in free)
     assert sum(chosen.used(place) for place in free) == model.nbytes
-    took = [estimate(model, each, speeds).pass_s for each in (chosen, plain)]
+    evened = DeviceSpeeds(equalize_similar_devices(speeds.places, UNEVEN))  # the rest is noise
+    took = [estimate(model, each, evened).pass_s for each in (chosen, plain)]
     assert took[0] <= SLACK * took[1] + 1e-9
 
 
