@@ -98,7 +98,8 @@ def run_on_two(machine: Container, folder: Path) -> None:
         readme.split("```python\n")[1].split("```")[0]
     )
     other = folder / "other"
-    shutil.copytree(machine.root, other, symlinks=True, ignore=shutil.ignore_patterns("demo"))
+    subprocess.run(["cp", "--archive", machine.root, other], check=True)  # with its devices
+    shutil.rmtree(other / "work" / "demo")  # only the first machine has the files
     machines = [machine, object.__new__(Container)]
     vars(machines[1]).update(vars(machine) | {"root": other})
     machine.environ["DRUMLINE_TOKEN"] = secrets.token_hex(32)
