@@ -110,9 +110,7 @@ def _has_to_keep(coor: Coordinator, files: CheckpointFiles, options: LoadOptions
     reasons = [f"rank {rank} has no files" for rank in files.blind] + [r for r in reasons if r]
     if reasons and coor.is_master():
         log.warning(
-            "rank 0: the weights of %s stay quantized, and each operation computes what it needs "
-            "of them, which takes time, for transformers cannot load them (%s); dequantize=True "
-            "computes them once, in more memory.",
+            "rank 0: transformers cannot load the quantized weights of %s on every rank: %s.",
             files.path,
             reasons[0],
         )

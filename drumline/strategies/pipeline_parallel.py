@@ -125,9 +125,9 @@ def _load_weights(
     weight_map, kept = run_on_all_ranks(
         coor, lambda: keep_packed(model, weight_map, files, dtype, options)
     )
-    if len(kept.index) > len(files.index) and files.path.suffix == ".gguf" and coor.is_master():
+    if len(kept.index) > len(files.index) and coor.is_master():
         log.warning(
-            "rank 0: the weights of %s stay in the blocks of their file, and each operation "
+            "rank 0: the weights of %s stay in the few bits that are stored, and each operation "
             "computes what it needs of them, which takes most of the time of a token on a CPU; "
             "dequantize=True computes them once, where there is memory for it.",
             files.path,
