@@ -39,7 +39,7 @@ class Unsupported(CommunicatorError, NotImplementedError):
         self.reasons = tuple(reasons)
 
 
-OF_WORK = (CommunicatorError, Unsupported)
+WORK_ERRORS = (CommunicatorError, Unsupported)
 """The errors of ranks of which another failed, see `Coordinator.run_on_all_ranks`."""
 
 AnyError = TypeVar("AnyError", bound=Exception)

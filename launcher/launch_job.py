@@ -101,7 +101,7 @@ def run_job(
     **options: Any,
 ) -> list[Any]:
     """Run the job with the launcher of that name; with a trace_file, record a trace there."""
-    return start(job, checked_launcher(job, name, trace_file), trace_file, **options)
+    return run_checked(job, checked_launcher(job, name, trace_file), trace_file, **options)
 
 
 def needs_token(nnodes: int, backend: Any) -> bool:
@@ -125,7 +125,7 @@ def checked_launcher(job: Job, name: str, trace_file: str | os.PathLike[str] | N
     return backend
 
 
-def start(
+def run_checked(
     job: Job, backend: Any, trace_file: str | os.PathLike[str] | None, **options: Any
 ) -> list[Any]:
     """Run the job with this launcher, which supports its options; see run_job."""
@@ -133,7 +133,7 @@ def start(
         from launcher.trace import merge_traces  # not needed by most launches
 
         with merge_traces.recordings_merged_into(Path(trace_file), job.nnodes) as folder:
-            return start(replace(job, trace=str(folder)), backend, None, **options)
+            return run_checked(replace(job, trace=str(folder)), backend, None, **options)
     target.check(job.target)
     if hasattr(backend, "run"):
         results: list[Any] = backend.run(job, **options)

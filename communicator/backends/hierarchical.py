@@ -36,7 +36,7 @@ from communicator.calls.scheduled_collectives import SubgroupCollectives
 from communicator.calls.schedules import Slice, parts
 from communicator.communicator import Communicator
 from communicator.errors import (
-    OF_WORK,
+    WORK_ERRORS,
     CommunicatorError,
     CommunicatorTimeout,
     DrumlineError,
@@ -87,7 +87,7 @@ class Hierarchical(Backend):
         self._node_ranks = list(self._nodes[self._node])
         self._failures = self.coor.store("hierarchical failures")
         try:
-            self.coor.run_on_all_ranks(lambda: self._open_parts(network), error_class=OF_WORK)
+            self.coor.run_on_all_ranks(lambda: self._open_parts(network), error_class=WORK_ERRORS)
         except DrumlineError:
             self.close()
             raise

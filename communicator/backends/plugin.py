@@ -22,7 +22,7 @@ from communicator.backends.byte_streams import ByteStreams
 from communicator.calls.checked_calls import CheckedCalls
 from communicator.calls.default_collectives import P2PCall
 from communicator.calls.dtypes import Op
-from communicator.errors import OF_WORK, DrumlineError, Unsupported
+from communicator.errors import WORK_ERRORS, DrumlineError, Unsupported
 from communicator.interceptors.call_checker import CallChecker
 from coordinator import Coordinator
 
@@ -174,7 +174,7 @@ class PluginBackend(Backend):
                 self._init(name, unique_id, options)
             else:
                 self.coor.run_on_all_ranks(
-                    lambda: self._init(name, unique_id, options), error_class=OF_WORK
+                    lambda: self._init(name, unique_id, options), error_class=WORK_ERRORS
                 )
         except Exception:
             self.close()

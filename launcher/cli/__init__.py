@@ -168,7 +168,7 @@ def _start(job: Job, backend: Any, options: argparse.Namespace) -> None:
         attempt = replace(job, launch_id=launch_id, restart_count=count)
         log.info("launch %s: %d ranks of %s", launch_id, job.nprocs, options.launcher)
         try:
-            launch_job.start(attempt, backend, options.trace, **start_options)
+            launch_job.run_checked(attempt, backend, options.trace, **start_options)
             return
         except LaunchError as error:
             if count == options.max_restarts or isinstance(error, LaunchInterrupted):

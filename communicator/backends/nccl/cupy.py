@@ -19,7 +19,7 @@ from communicator.backend import Backend, Capabilities
 from communicator.calls.default_collectives import P2PCall
 from communicator.calls.dtypes import OPS, dtype_info
 from communicator.calls.failures import describe_lost
-from communicator.errors import OF_WORK, CommunicatorError, CommunicatorTimeout, Unsupported
+from communicator.errors import WORK_ERRORS, CommunicatorError, CommunicatorTimeout, Unsupported
 from coordinator import Coordinator
 
 SCORE = 150
@@ -52,7 +52,7 @@ class Cupy(Backend):
         unique_id = self.coor.broadcast(unique_id or None)
         signed = tuple(byte - 256 if byte > 127 else byte for byte in unique_id)
         self.coor.run_on_all_ranks(
-            lambda: self._bounded("start", lambda: self._join(signed)), error_class=OF_WORK
+            lambda: self._bounded("start", lambda: self._join(signed)), error_class=WORK_ERRORS
         )
 
     def _join(self, unique_id: tuple[int, ...]) -> None:

@@ -22,7 +22,7 @@ from communicator import timings
 from communicator.backends.nccl.given_stream import is_capturing
 from communicator.calls.dtypes import dtype_info
 from communicator.errors import (
-    OF_WORK,
+    WORK_ERRORS,
     CommunicatorError,
     CommunicatorTimeout,
     DrumlineError,
@@ -202,7 +202,7 @@ class Oneshot:
             except DrumlineError as error:
                 raise Unsupported(f"{self.coor.rank_name()}: {error}") from error
 
-        return self.coor.run_on_all_ranks(on_device, error_class=OF_WORK)
+        return self.coor.run_on_all_ranks(on_device, error_class=WORK_ERRORS)
 
     def _export_arena(self) -> dict[str, Any]:
         """Create this rank's arena; what peers need to map it."""

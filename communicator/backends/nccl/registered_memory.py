@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from communicator.backends.nccl.nccl_library import NcclLibrary
-from communicator.errors import OF_WORK, CommunicatorError, Unsupported
+from communicator.errors import WORK_ERRORS, CommunicatorError, Unsupported
 from coordinator import Coordinator
 
 PAGE_BYTES = 4096  # NCCL_WIN_REQUIRED_ALIGNMENT
@@ -91,7 +91,7 @@ def _check_free_memory(comm: Allocating, nbytes: int) -> None:
                 "Ask for less, or free memory there."
             ) from error
 
-    comm.coor.run_on_all_ranks(try_alloc, error_class=OF_WORK)
+    comm.coor.run_on_all_ranks(try_alloc, error_class=WORK_ERRORS)
 
 
 class _Block:

@@ -41,11 +41,11 @@ def parse_as_chat(body: bytes | bytearray) -> dict[str, Any]:
         fields["tools"] = [_nested(tool, "tools") for tool in _objects(fields["tools"], "tools")]
     if isinstance(fields.get("tool_choice"), dict):
         fields["tool_choice"] = _nested(fields["tool_choice"], "tool_choice")
-    text, thought = fields.pop("text", {}), fields.pop("reasoning", {})
-    (text,), (thought,) = _objects([text], "text"), _objects([thought], "reasoning")
+    (text,) = _objects([fields.pop("text", {})], "text")
+    (reasoning_settings,) = _objects([fields.pop("reasoning", {})], "reasoning")
     return {
         "response_format": _response_format(text.pop("format", None)),
-        "reasoning_effort": thought.get("effort"),
+        "reasoning_effort": reasoning_settings.get("effort"),
         **text,
         **fields,
         "messages": messages,
@@ -79,7 +79,7 @@ def _response_format(form: Any) -> Any:
 
 def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], reasoning: str) -> str:
     """Add the message of an item. reasoning: of the item before; returns that of this one."""
-    kind, name = item.get("type", "message"), item.get("call_id")
+    kind, call_id = item.get("type", "message"), item.get("call_id")
     if kind == "reasoning":
         return _text(item.get("content") or item.get("summary") or "")
     before = {"reasoning_content": reasoning} if reasoning else {}
@@ -91,9 +91,9 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], reasoning: s
         if reasoning or not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": "", **before})
         calls = messages[-1].setdefault("tool_calls", [])
-        calls.append({"id": name, "type": "function", "function": function})
+        calls.append({"id": call_id, "type": "function", "function": function})
     elif kind == "function_call_output":
-        output = {"role": "tool", "tool_call_id": name, "content": _text(item.get("output", ""))}
+        output = {"role": "tool", "tool_call_id": call_id, "content": _text(item.get("output", ""))}
         messages.append(output)
     else:
         raise _unsupported(f"input: an item of the type {kind!r:.100}", "input")

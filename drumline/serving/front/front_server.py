@@ -31,8 +31,8 @@ def serve_with_restarts(restarts: int, job: launcher.Job, model_path: str, **opt
     last restart, once every open request was answered with that error.
     """
     settings = http_server.ServerSettings.of(model_path, **options)
-    names = (settings.load_options.get(name) for name in ("revision", "gguf_file"))
-    folder = str(local_folder(model_path, *names))
+    source = settings.load_options
+    folder = str(local_folder(model_path, source.get("revision"), source.get("gguf_file")))
     endpoint = http_server.Endpoint.open(folder, settings)
     from drumline.serving.app import Service
 

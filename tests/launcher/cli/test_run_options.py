@@ -146,7 +146,7 @@ def test_a_launch_that_was_stopped_is_not_restarted(monkeypatch, capsys):
         launches.append(arguments)
         raise errors.interrupted(15)
 
-    monkeypatch.setattr(launch_job, "start", start)
+    monkeypatch.setattr(launch_job, "run_checked", start)
     options = cli.parse(["run", "--max-restarts", "5", "script.py"])
     with pytest.raises(errors.LaunchInterrupted):
         cli._start(cli._job(options), None, options)
