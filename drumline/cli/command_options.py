@@ -365,9 +365,8 @@ _PLAN_OPTIONS = (
     ),
     _option(
         "--flops",
-        "floating point operations of a rank in a second, for the time to the first token",
+        "operations of a rank in a second, for the time to the first token; default: 2e11",
         type=at_least(1, kind=float),
-        default=2e11,
         metavar="N",
     ),
     _option(

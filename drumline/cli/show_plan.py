@@ -96,7 +96,7 @@ def show_plan(
     bandwidth: Sequence[str] | None = None,
     hop_us: float = 100.0,
     link: str | None = None,
-    flops: float = DEFAULT_FLOPS,
+    flops: float | None = None,
     html: Path | None = None,
     png: Path | None = None,
     **options: Any,
@@ -118,7 +118,7 @@ def show_plan(
     profile = with_tokens(weights, for_tokens)
     free_nbytes = {(rank, "cpu"): nbytes(size) for rank, size in enumerate(memory)}
     bandwidth = bandwidth or [DEFAULT_BANDWIDTH] * len(memory)
-    speeds = _speeds(free_nbytes, bandwidth, hop_us, link, flops)
+    speeds = _speeds(free_nbytes, bandwidth, hop_us, link, flops or DEFAULT_FLOPS)
     shape = PassShape(batch, model_profile.hidden_width(config), torch_dtype.itemsize)
     planned = plan(profile, free_nbytes, device_map, speeds=speeds, step=shape)
     decoding = model_profile.decode_profile(model, profile)
@@ -128,14 +128,13 @@ def show_plan(
     expected = estimate(decoding, planned, speeds, shape)
     left = sum(size - planned.used(place) for place, size in planned.free_nbytes.items())
     kept = sum(part.kept_nbytes for part in (*profile.layers, *profile.others))
+    on_link = f" of {link}/s" if link else ""
     text = (
-        f"{planned}\n{format_nbytes(weights.nbytes)} of weights, "
-        f"{format_nbytes(kept)} of cache ({batch} x {length} tokens), "
-        f"{format_nbytes(left)} left over\n"
+        f"{planned}\n{format_nbytes(weights.nbytes)} of weights, {format_nbytes(kept)} of cache "
+        f"({batch} x {length} tokens), {format_nbytes(left)} left over\n"
         f"{shape.ring_passes * len(memory)} hops a token; at most "
         f"{expected.tokens_a_second:.1f} tokens/s at "
-        f"{'/s, '.join(dict.fromkeys(bandwidth))}/s and {hop_us:g} us a hop"
-        f"{f' of {link}/s' if link else ''}\n"
+        f"{'/s, '.join(dict.fromkeys(bandwidth))}/s and {hop_us:g} us a hop{on_link}\n"
         f"{_time_of_a_token(decoding, planned, speeds, shape)}"
     )
     if length and kind.can_generate():

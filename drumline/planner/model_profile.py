@@ -94,34 +94,23 @@ def profile_model(
     bound = {name for tie in ties if not {*layers}.issuperset(tie) for name in tie}
     others += [name for name in layers if name in bound]  # such as embeddings, tied to a head
     layers = [name for name in layers if name not in bound]
+    modules = dict(model.named_modules())
+
+    def part(name: str, unread_nbytes: int) -> ModulePart:
+        unpacked_nbytes = _unpacked_nbytes(modules[name]) if name in modules else 0
+        return ModulePart(name, sizes[name], unread_nbytes, unpacked_nbytes=unpacked_nbytes)
+
     return ModelProfile(
-        layers=tuple(
-            ModulePart(
-                name,
-                sizes[name],
-                _unread_experts(model, name),
-                unpacked_nbytes=_unpacked_nbytes(model, name),
-            )
-            for name in layers
-        ),
-        others=tuple(
-            ModulePart(
-                name,
-                sizes[name],
-                _unread(model, name),
-                unpacked_nbytes=_unpacked_nbytes(model, name),
-            )
-            for name in others
-        ),
+        layers=tuple(part(name, _unread_experts(model, name)) for name in layers),
+        others=tuple(part(name, _unread(model, name)) for name in others),
         ties=ties,
         kv_sharing=tuple(_sharers(model, layers)),
         root_tensors=tuple(name for name in others if name in tensors),
     )
 
 
-def _unpacked_nbytes(model: nn.Module, name: str) -> int:
+def _unpacked_nbytes(module: nn.Module) -> int:
     """The bytes that a part needs for a moment to unpack the largest of its weights, if it does."""
-    module = dict(model.named_modules()).get(name, nn.Module())
     weights = [
         tensor
         for owner in module.modules()

@@ -81,16 +81,11 @@ def sized_model(
     checkpoint: Checkpoint, options: LoadOptions
 ) -> tuple[CheckpointFiles, Any, ModelProfile]:
     """The files with the tensors of the model, it on meta, and the sizes that it has in memory."""
-    kind, config, dtype, files = (
-        checkpoint.kind,
-        checkpoint.config,
-        checkpoint.dtype,
-        checkpoint.files,
-    )
+    config, dtype, files = checkpoint.config, checkpoint.dtype, checkpoint.files
     if options.dequantize:
         config = without_quantization(config)
     quantization = options.rest.get("quantization_config")
-    model, tensor_nbytes = model_profile.build_as_kept(kind, config, dtype, quantization)
+    model, tensor_nbytes = model_profile.build_as_kept(checkpoint.kind, config, dtype, quantization)
     if options.gguf_file or gguf_path(files.path, None):
         files = weight_format("gguf_file").read_gguf_weights(files, model, dtype)
     if has_computed(files.index):
