@@ -10,6 +10,7 @@ as two machines. As root. PATH: of this machine, seen there too, such as pip's s
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -64,7 +65,9 @@ class Container:
         place = self.root / target.lstrip("/")
         if (source / ".git").exists():  # as a .dockerignore leaves out what is not of the source
             place.mkdir(parents=True)
-            archive = subprocess.Popen(["git", "-C", source, "archive", "HEAD"], stdout=-1)
+            archive = subprocess.Popen(
+                ["git", "-C", source, "archive", "HEAD"], stdout=subprocess.PIPE
+            )
             subprocess.run(["tar", "x", "-C", place], stdin=archive.stdout, check=True)
         else:
             shutil.copytree(source, place)
@@ -101,18 +104,20 @@ def run_on_two(machine: Container, folder: Path) -> None:
     subprocess.run(["cp", "--archive", machine.root, other], check=True)  # with its devices
     for weights in (other / "work" / "demo").rglob("*.safetensors*"):
         weights.unlink()  # only the first machine has them
-    machines = [machine, object.__new__(Container)]
-    vars(machines[1]).update(vars(machine) | {"root": other})
+    second = copy.copy(machine)
+    second.root = other
     machine.environ["DRUMLINE_TOKEN"] = secrets.token_hex(32)
     alone = subprocess.check_output(machine.command("python", "generate.py"), text=True)
     with NetworkHosts(2) as hosts:
         first = hosts.addresses[0]
         lines = (f"auto --nnodes 2 --master-addr {first} generate.py", f"join {first}")
         commands = [
-            hosts.command(n, machines[n].command("drumline", *line.split()))
+            hosts.command(n, (machine, second)[n].command("drumline", *line.split()))
             for n, line in enumerate(lines)
         ]
-        started = [subprocess.Popen(command, stdout=-1, text=True) for command in commands]
+        started = [
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands
+        ]
         told = [process.communicate(timeout=300)[0] for process in started]
     print(*told, sep="", flush=True)
     assert [process.returncode for process in started] == [0, 0]
