@@ -8,6 +8,7 @@ import pytest
 
 from communicator import Communicator, cli, conformance
 from communicator.backends.tcp import Tcp
+from tests.cases import soak
 
 CHECK = ("-m", "communicator", "check")
 
@@ -28,7 +29,8 @@ def test_the_options_are_these_and_no_more():
 
 
 @pytest.mark.parametrize(
-    ("backend", "nprocs", "launcher"), [("gloo", "2", "threads"), ("tcp", "3", "multiprocessing")]
+    ("backend", "nprocs", "launcher"),
+    [("gloo", "2", "threads"), soak("tcp", "3", "multiprocessing")],
 )
 def test_a_backend_that_conforms_ends_with_0_and_every_case_is_listed(
     warm, backend, nprocs, launcher

@@ -11,9 +11,10 @@ from communicator import Communicator, PeerLost, Unsupported, conformance
 from coordinator import Coordinator
 from coordinator.transport.connections import PeerConnector
 from launcher.authentication.encryption import EncryptedSocket
+from tests.cases import soak
 
 
-@pytest.mark.parametrize("nodes", [[1, 1, 1], [3, 2]], ids=str)
+@pytest.mark.parametrize("nodes", [[2, 1], soak([1, 1, 1]), soak([3, 2])], ids=str)
 def test_the_selected_backend_conforms(ranks, nodes):
     def body(info):
         with (

@@ -23,6 +23,7 @@ from coordinator import Coordinator
 from drumline.checkpoint import plan_executor
 from drumline.errors import describe_with_traceback
 from drumline.strategies import pipeline_parallel
+from tests.cases import soak
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -43,7 +44,7 @@ def names(text: str, process, rank: int, state: str) -> bool:
     return bool(re.search(rf"rank {rank} \(host {host}, pid {process.pid}[^)]*{state}", text))
 
 
-@pytest.mark.parametrize(("victim", "backend"), [(1, "shm"), (2, "gloo")])
+@pytest.mark.parametrize(("victim", "backend"), [(1, "shm"), soak(2, "gloo")])
 def test_a_rank_that_is_killed_at_any_token_is_named_within_seconds(
     checkpoints, start, victim, backend
 ):
@@ -80,7 +81,7 @@ def check_suspended(processes, victim, out):
     assert processes[victim].wait(timeout=30) == 1  # it finds that nobody is left
 
 
-@pytest.mark.parametrize(("victim", "backend"), [(1, "shm"), (2, "tcp")])
+@pytest.mark.parametrize(("victim", "backend"), [(2, "tcp"), soak(1, "shm")])
 def test_a_suspended_rank_is_named_by_all_within_seconds(checkpoints, start, victim, backend):
     path = checkpoints.llama()[1]
     processes, out = signalled(start, path, 3, victim, signal.SIGSTOP, backend=backend)
@@ -98,7 +99,7 @@ def test_a_rank_that_is_suspended_while_nobody_calls_is_named(checkpoints, start
     assert processes[victim].wait(timeout=30) == 1
 
 
-@pytest.mark.parametrize(("victim", "nprocs"), [(1, 2), (3, 4)])
+@pytest.mark.parametrize(("victim", "nprocs"), [soak(1, 2), (3, 4)])
 def test_a_suspended_follower_of_a_tp_group_is_named_by_all(checkpoints, start, victim, nprocs):
     """Only the leader of its group waits for it, in a sum."""
     options = {"tp": 2, "device_map": "auto"}
@@ -116,7 +117,7 @@ def test_a_killed_follower_of_a_later_tp_group_is_named_at_once(checkpoints, sta
     assert [code for code, _ in ended(processes[1:3], within_s=30)] == [1, 1]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, soak(1)])
 def test_a_suspended_rank_of_a_tensor_parallel_model_is_named(checkpoints, start, victim):
     """Nobody drives: each rank waits for every other in each layer, the first one like any."""
     processes = start(PROGRAMS / "suspend_in_tp.py", 2, checkpoints.llama()[1], victim)

@@ -28,6 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from drumline import DrumlineError
 from drumline.kv_cache.owner import CacheRegistry
+from tests.cases import soak
 from tests.drumline.conftest import LLAMA
 
 RANKS = [2, 3]
@@ -315,7 +316,7 @@ FEATURES = [
 ]
 
 
-@pytest.mark.parametrize("nprocs", RANKS)
+@pytest.mark.parametrize("nprocs", [3, soak(2)])
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.__name__)
 def test_generate_is_exact_with(checkpoints, on_master, feature, nprocs):
     plain, path = checkpoints.llama()

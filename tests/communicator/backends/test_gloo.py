@@ -16,10 +16,11 @@ from communicator import (
 )
 from coordinator import Coordinator
 from launcher import LaunchInfo
+from tests.cases import soak
 from tests.conftest import ROOT
 
 
-@pytest.mark.parametrize("world_size", [1, 3])  # two: test_cli.py
+@pytest.mark.parametrize("world_size", [1, soak(3)])  # two: test_cli.py
 def test_gloo_conforms(ranks, world_size):
     def body(info):
         with Coordinator(info, timeout_s=60) as coor, Communicator(coor, backend="gloo") as comm:

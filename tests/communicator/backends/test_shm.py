@@ -11,6 +11,7 @@ from communicator import (
     conformance,
 )
 from coordinator import Coordinator
+from tests.cases import soak
 
 ALL_FLOATS = (
     torch.float64,
@@ -40,7 +41,7 @@ def with_shm(ranks):
     return run
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 7])
+@pytest.mark.parametrize("world_size", [1, 3, soak(7)])
 def test_shm_conforms(with_shm, world_size):
     """On two and four, as processes: test_shm_processes.py."""
 

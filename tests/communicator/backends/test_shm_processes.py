@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import soak
+
 SCRIPT = Path(__file__).with_name("shm_processes.py")
 
 
@@ -24,7 +26,7 @@ def run(warm):
 pytestmark = pytest.mark.usefixtures("no_memory_left")
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, soak(4)])
 def test_processes_conform(run, world_size):
     said, _ = run("conforms", world_size)
     assert said == [[]] * world_size

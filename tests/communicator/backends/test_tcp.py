@@ -18,12 +18,13 @@ from communicator import (
 from communicator.backends.byte_streams import USER_TIMEOUT_MS
 from communicator.calls.dtypes import DTYPES, OPS
 from coordinator import Coordinator, DrumlineError
+from tests.cases import soak
 
 REDUCED = [row.torch for row in DTYPES if row.is_reduced and not row.torch.is_complex]
 OPS_OF_BOOL = ("max", "min", "prod")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("world_size", [1, 3, soak(2), soak(5)])
 def test_tcp_conforms(ranks, world_size):
     def body(info):
         with Coordinator(info, timeout_s=60) as coor, Communicator(coor, "tcp") as comm:

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.cases import soak
+
 pytestmark = pytest.mark.skipif(not shutil.which("ip"), reason="runs on Linux with iproute2")
 # One process per host, which imports torch and forks its ranks.
 HOST = """
@@ -76,7 +78,7 @@ sys.exit(any(os.waitpid(pid, 0)[1] for pid in pids))
 """
 
 
-@pytest.mark.parametrize(("size", "backend"), [(1, "tcp"), (2, "hierarchical")])
+@pytest.mark.parametrize(("size", "backend"), [(2, "hierarchical"), soak(1, "tcp")])
 def test_ranks_of_two_hosts_sum_and_exchange_messages(hosts, size, backend):
     world = 2 * size
     started = [

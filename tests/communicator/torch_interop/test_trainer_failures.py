@@ -10,17 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import soak_all
+
 PROGRAM = Path(__file__).parents[1] / "programs" / "trainer_failures.py"
 CASES = re.findall(r'^    "(\w+)": ', PROGRAM.read_text(), re.MULTILINE)
-STOPPED = ["ddp_static_graph", "fsdp2", "pipeline"]  # the others, and more rounds, take too long
-LATE = ["ddp", "ddp_python_hook", "fsdp1"]
+KILLED = ["ddp", "fsdp2", "pipeline", "ddp_python_hook"]
+STOPPED = ["ddp_static_graph", "pipeline"]  # the others, and more rounds, take too long
+LATE = ["ddp", "fsdp1"]
 SURVIVORS, VICTIM = (0, 2), 1
 SOON_S, TIMEOUT_S = 15, 1  # half of PATIENT_S there, and HASTY_S
-
-
-def soak(cases, but=()):
-    marks = {case: [] if case in but else [pytest.mark.soak] for case in cases}
-    return [pytest.param(case, marks=marks[case]) for case in cases]
 
 
 @pytest.fixture
@@ -56,17 +54,17 @@ def check_timed_out(_, errors):
         assert took_s < TIMEOUT_S + SOON_S
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", soak_all(CASES, but=KILLED))
 def test_survivors_of_a_rank_that_is_killed_name_it_and_save_their_work(failure, case):
     check_killed(*failure(case, "kill"))
 
 
-@pytest.mark.parametrize("case", soak(CASES, but=STOPPED))
+@pytest.mark.parametrize("case", soak_all(CASES, but=STOPPED))
 def test_ranks_that_wait_for_a_stopped_one_time_out_and_save_their_work(failure, case):
     check_timed_out(*failure(case, "stop"))
 
 
-@pytest.mark.parametrize("case", soak(CASES, but=LATE))
+@pytest.mark.parametrize("case", soak_all(CASES, but=LATE))
 def test_ranks_that_wait_for_a_late_one_time_out_and_it_gets_an_error_too(failure, case):
     check_timed_out(*failure(case, "late", survivors=(0, 1, 2)))
 

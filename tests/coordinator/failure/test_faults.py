@@ -18,6 +18,7 @@ import pytest
 from coordinator.failure import stack_dump
 from coordinator.transport import gloo_transport  # noqa: F401 - so that no rank has to import torch
 from coordinator.transport.group import Exchange
+from tests.cases import soak
 
 EVERY = runpy.run_path(str(Path(__file__).with_name("every_call.py")))
 CALLS, COLLECTIVE, MEETING, TURNS = (
@@ -25,9 +26,11 @@ CALLS, COLLECTIVE, MEETING, TURNS = (
 )  # fmt: skip
 WHOLE = [name for name in COLLECTIVE if name != "local_barrier"]  # of the whole group
 LAYOUTS = {"one node": [3], "two nodes": [2, 2]}
-PLACES = [("one node", 0), ("one node", 1), ("two nodes", 0), ("two nodes", 2), ("two nodes", 3)]
+PLACES = [
+    ("one node", 0), ("one node", 1), ("two nodes", 3), soak("two nodes", 0), soak("two nodes", 2)
+]  # fmt: skip
 every_place = pytest.mark.parametrize("layout, victim", PLACES)
-SOME = [("one node", 1), ("two nodes", 0), ("two nodes", 3)]
+SOME = [("one node", 1), ("two nodes", 0), soak("two nodes", 3)]
 some_places = pytest.mark.parametrize("layout, victim", SOME)  # where others cover the rest
 THREADS = [([3], 0), ([3], 1), ([2, 2], 0), ([2, 2], 3)]
 among_threads = pytest.mark.parametrize("nodes, victim", THREADS)

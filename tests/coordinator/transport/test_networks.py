@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import soak
 from tests.network_hosts import Namespaces, NoNetworkNamespaces, ip
 
 ROOT = Path(__file__).parents[3]
@@ -230,9 +231,9 @@ SEND_OR_RECV = "(comm.send if coor.rank else comm.recv)(torch.ones(4), 1 - coor.
 
 @pytest.mark.parametrize(
     "transfer",
-    ["comm.allreduce(torch.ones(4))", pytest.param(SEND_OR_RECV, marks=pytest.mark.soak)],
+    ["comm.allreduce(torch.ones(4))", soak(SEND_OR_RECV)],
 )
-@pytest.mark.parametrize("timeout_s", [4, 20], ids=["by the deadline", "by the kernel"])
+@pytest.mark.parametrize("timeout_s", [soak(4), 20], ids=["by the deadline", "by the kernel"])
 def test_a_cut_cable_is_a_network_failure_in_calls_of_the_communicator(
     hosts, transfer, timeout_s, monkeypatch
 ):

@@ -21,6 +21,7 @@ from drumline.contact.passes import BY_ROW, join_chunks, join_rows, undivided_in
 from drumline.pipeline import microbatch
 from drumline.pipeline.microbatch_runner import MicrobatchRunner
 from drumline.stages.stage import Stage
+from tests.cases import soak
 
 ROWS = 9
 
@@ -204,7 +205,7 @@ def no_cache(model: Any) -> Any:
     ).tolist()
 
 
-@pytest.mark.parametrize("nprocs", [2, 3])
+@pytest.mark.parametrize("nprocs", [3, soak(2)])
 @pytest.mark.parametrize("work", [greedy, sampled, beams, a_static_cache, no_cache])
 def test_tokens_of_groups_are_those_of_the_whole(
     checkpoints, on_master, small, groups, work, nprocs
@@ -332,7 +333,7 @@ def test_chunks_are_all_tokens_once_in_order_with_what_came_before(tokens, past,
     assert parts[-1]["logits_to_keep"] == keep
 
 
-@pytest.mark.parametrize("nprocs", [2, 3])
+@pytest.mark.parametrize("nprocs", [3, soak(2)])
 @pytest.mark.parametrize("implementation", [None, "static"])
 def test_a_long_prompt_in_chunks_gives_the_same_tokens(
     checkpoints, on_master, monkeypatch, groups, nprocs, implementation

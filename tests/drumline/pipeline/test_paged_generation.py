@@ -17,6 +17,7 @@ import drumline
 import launcher
 from drumline.errors import DrumlineError
 from drumline.pipeline.paged_generation import PoolsOfRanks
+from tests.cases import soak
 from tests.drumline.conftest import LLAMA
 from tests.drumline.test_families import CAUSAL
 
@@ -70,7 +71,7 @@ def llama(checkpoints):
     return path, inputs, alone(plain, inputs)
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, 3])
+@pytest.mark.parametrize("nprocs", [1, 3, soak(2)])
 def test_mixed_prompts_get_the_texts_that_they_have_alone(llama, batched, nprocs):
     path, inputs, texts = llama
     assert batched(path, nprocs, inputs) == texts
@@ -145,7 +146,7 @@ def test_forks_of_a_request_copy_its_last_block_on_every_rank(llama, batched):
     assert outputs == [text for text in texts[:3] for _ in range(3)]
 
 
-@pytest.mark.parametrize("nprocs", [2, 4])
+@pytest.mark.parametrize("nprocs", [4, soak(2)])
 def test_ranks_that_share_layers_keep_the_pages_of_their_heads(llama, nprocs):
     path, inputs, texts = llama
 
@@ -179,8 +180,14 @@ WINDOWS = {
 }
 
 
-@pytest.mark.parametrize("name", WINDOWS)
-@pytest.mark.parametrize("settings", [{}, {"max_batch_tokens": 11}, {"num_blocks": 8}])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("windows", {"max_batch_tokens": 11}),
+        ("windows and all", {}),
+        ("windows and all", {"num_blocks": 8}),
+    ],
+)
 def test_layers_with_windows_keep_the_last_tokens_alone(checkpoints, batched, name, settings):
     kind, config = WINDOWS[name]
     plain, path = checkpoints.make(f"{kind}-windows", kind, **{**LLAMA, **SLIDING, **config})

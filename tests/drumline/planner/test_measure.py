@@ -24,6 +24,7 @@ from drumline.planner.measure import (
     measure_speeds,
 )
 from drumline.strategies import auto
+from tests.cases import soak
 from tests.drumline.conftest import LLAMA
 
 
@@ -166,7 +167,7 @@ def on_two_ranks(path, ranks, **options):
         ("llama", [FAST], {}, {2}),
         ("llama", [SLOW], {}, {1}),
         ("llama", None, {}, {1, 2}),
-        ("llama", [FAST], {"use_safetensors": True}, {2}),
+        soak("llama", [FAST], {"use_safetensors": True}, {2}),
         ("gpt2", [FAST], {}, {1}),
     ],
     ids=["faster", "not faster", "as measured", "options of from_pretrained", "it cannot be cut"],

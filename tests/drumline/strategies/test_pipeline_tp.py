@@ -20,6 +20,7 @@ from drumline.stages.stage import Stage
 from drumline.stages.tp_stage import StageGroup
 from drumline.tensor_parallel import sharded_model
 from drumline.timings import ModelTimings
+from tests.cases import soak
 
 SIZES = {
     "vocab_size": 65,
@@ -233,7 +234,7 @@ def test_sampling_beams_and_several_turns_go_through_the_tp_groups(family):
     "mesh",
     [
         {"dp_replicate": 2, "pp": 2},
-        {"pp": 2, "tp": 1, "dp_replicate": 2},
+        soak({"pp": 2, "tp": 1, "dp_replicate": 2}),
         {"tp": 2, "dp_replicate": 2, "pp": 2},
     ],
 )

@@ -22,6 +22,7 @@ from drumline.tensor_parallel.parallelize import shard_specs
 from drumline.tensor_parallel.sharded_model import own_device
 from drumline.tensor_parallel.tp_layers import insert_collectives
 from drumline.tensor_parallel.tp_plan import read_plan
+from tests.cases import soak
 from tests.gpu.decode import Decoder, small_model, whole_tokens
 
 SIZES = {
@@ -102,9 +103,7 @@ def tokens(model):
     return model.generate(IDS, max_new_tokens=8, do_sample=False).tolist()
 
 
-@pytest.mark.parametrize(
-    ("name", "tp"), [*((name, 2) for name in FAMILIES), ("llama with biases", 4), ("mixtral", 4)]
-)
+@pytest.mark.parametrize(("name", "tp"), [*((name, 2) for name in FAMILIES), ("mixtral", 4)])
 def test_logits_and_tokens_equal_those_of_one_process(ranks, family, name, tp):
     plain, path = family(name)
     for found, said in on_ranks(ranks, path, tp, lambda m: (logits(m), tokens(m)), tp=tp):
@@ -138,7 +137,7 @@ def generated(model, draws=True):
     yield "sampled guesses", say(do_sample=True, **guesses)
 
 
-@pytest.mark.parametrize("mesh", [{"tp": 3}, {"dp_replicate": 2, "tp": 2}])
+@pytest.mark.parametrize("mesh", [soak({"tp": 3}), {"dp_replicate": 2, "tp": 2}])
 def test_generate_says_what_it_says_on_one_process(ranks, checkpoints, mesh):
     """Ranks that are threads have one generator of random numbers, and took turns at it."""
     sizes = {**SIZES, "num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}
@@ -394,7 +393,7 @@ PARTITIONED = {
 
 @pytest.mark.parametrize(
     ("name", "tp"),
-    [*((name, 2) for name in PARTITIONED), *((name, 4) for name in list(PARTITIONED)[:2])],
+    [*((name, 2) for name in PARTITIONED), (next(iter(PARTITIONED)), 4)],
 )
 def test_tokens_partitioned_between_norms_give_the_logits_of_one_process(ranks, family, name, tp):
     """Nine tokens do not divide by two or four, and new ones come one by one."""

@@ -14,12 +14,7 @@ from launcher.external import backend_launcher
 from launcher.external.suspended import SuspendedProcesses
 from launcher.records import json_values
 from launcher.system import linux
-
-
-def soak(*values):
-    """A case that runs only with -m soak: each torchrun takes seconds to start."""
-    return pytest.param(*values, marks=pytest.mark.soak)
-
+from tests.cases import soak
 
 GONE_S = 15.0  # after the command has ended
 SCRIPT = """

@@ -7,9 +7,10 @@ import subprocess
 
 import pytest
 
+from tests.cases import soak
 from tests.communicator.backends.nccl import oneshot_build
 
-WORLDS = [2, 4, 8]
+WORLDS = [2, 4, soak(8)]
 CLEAN, RACE = 0, 66  # exit codes of ThreadSanitizer; 1 is a wrong sum
 
 DRIVER = """
