@@ -62,7 +62,7 @@ class RemoteModule:
 
     def _start_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first call of a run. What the cache refuses is never sent."""
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        if any(map(torch.is_autocast_enabled, ("cpu", "cuda", "xpu"))):
             raise DrumlineError(
                 f"rank 0: {self.name} was called under torch.autocast, of which rank {self.rank} "
                 "knows nothing, so its layers would compute in another dtype; load the model with "

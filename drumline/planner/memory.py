@@ -150,13 +150,26 @@ def _report(coor: Any) -> dict[str, Any]:
 
 def accelerators() -> dict[str, dict[str, Any]]:
     """By name: the free bytes, and an id that every process on the node has for the device."""
-    if not torch.cuda.is_available():
-        return {}
-    ids = [str(torch.cuda.get_device_properties(n).uuid) for n in range(torch.cuda.device_count())]
-    return {f"cuda:{n}": {"id": uuid, "free": _free(n, uuid)} for n, uuid in enumerate(ids)}
+    ids = {device: unit_id(device) for device in local_accelerators()}
+    return {str(d): {"id": unit, "free": _free(d, unit)} for d, unit in ids.items()}
 
 
-def _free(number: int, uuid: str) -> int:
+def local_accelerators() -> list[torch.device]:
+    """The devices that this process sees of the one kind that torch was built for: "cuda" for GPUs
+    of NVIDIA and AMD, or "xpu", "npu", "mps"."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return []
+    return [torch.device(kind.type, n) for n in range(torch.accelerator.device_count())]
+
+
+def unit_id(device: torch.device) -> str:
+    """The device's UUID, or its name where there is none: then all processes must see the same."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return str(getattr(properties(device), "uuid", device) if properties else device)
+
+
+def _free(device: torch.device, uuid: str) -> int:
     """From NVML if it knows the device: asking CUDA would take memory on it for a context."""
     with contextlib.suppress(Exception):
         import pynvml
@@ -167,4 +180,4 @@ def _free(number: int, uuid: str) -> int:
             return int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
         finally:
             pynvml.nvmlShutdown()
-    return int(torch.cuda.mem_get_info(number)[0])
+    return int(torch.accelerator.get_memory_info(device)[0])

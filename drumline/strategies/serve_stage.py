@@ -13,6 +13,7 @@ import torch
 from communicator import Communicator, import_builtin
 from coordinator import Coordinator
 from drumline.errors import DrumlineError, PeerLost, WorkerExit
+from drumline.planner.memory import unit_id
 from drumline.stages.stage import Stage
 from drumline.timings import TIMINGS
 
@@ -63,8 +64,8 @@ def open_device_communicators(
 
 
 def _gpu_id(device: torch.device) -> str:
-    """An id that no other GPU has; nothing for a CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    """An id that no other GPU has; nothing for what no backend moves tensors between."""
+    return unit_id(device) if device.type == "cuda" else ""
 
 
 def serve_and_exit(stage: Stage, coor: Coordinator) -> NoReturn:

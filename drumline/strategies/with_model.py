@@ -19,6 +19,7 @@ from drumline.checkpoint.json_files import gguf_path
 from drumline.core.device_map import format_nbytes
 from drumline.errors import DrumlineError, WorkerExit
 from drumline.planner.load_options import LoadOptions
+from drumline.planner.memory import local_accelerators
 from drumline.strategies.load import Memory, load
 from drumline.strategies.opening import describe_checkpoint, folder_on_all_ranks
 
@@ -97,9 +98,9 @@ def _closing_with_its_code(model: Any, work: Callable[[Any], T]) -> T:
 def _peak() -> dict[str, int]:
     """Of this process: resident memory (getrusage(2) has it in KiB), and that of accelerators."""
     nbytes_by_device = {"cpu": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    for number in range(torch.cuda.device_count()):
-        if nbytes := torch.cuda.max_memory_allocated(number):
-            nbytes_by_device[f"cuda:{number}"] = nbytes
+    for device in local_accelerators():
+        if nbytes := torch.accelerator.max_memory_allocated(device):
+            nbytes_by_device[str(device)] = nbytes
     return nbytes_by_device
 
 

@@ -126,13 +126,15 @@ class _DropoutRng:
         if not self.saved_states:
             seed = int(torch.randint(NUM_SEEDS, ()))
             self.saved_states = [torch.get_rng_state()]
-            if self.device.type == "cuda":
-                self.saved_states.append(torch.cuda.get_rng_state(self.device))
+            if self.device.type != "cpu":
+                module = torch.get_device_module(self.device)
+                self.saved_states.append(module.get_rng_state(self.device))
             torch.manual_seed(seed + self.comm.rank)
 
     def use_shared_state(self) -> None:
         if self.saved_states:
             torch.set_rng_state(self.saved_states[0])
-            if self.device.type == "cuda":
-                torch.cuda.set_rng_state(self.saved_states[1], self.device)
+            if self.device.type != "cpu":
+                module = torch.get_device_module(self.device)
+                module.set_rng_state(self.saved_states[1], self.device)
             self.saved_states = []

@@ -43,8 +43,10 @@ def same_samples_on_all_ranks(monitor: GroupMonitor, device: torch.device) -> It
 
 def _share_rng_state(monitor: GroupMonitor, device: torch.device) -> None:
     """Give every rank the state of the first rank's generators of random numbers."""
-    generators: list[tuple[Any, tuple[Any, ...]]] = [(torch, ()), (torch.cuda, (device,))]
-    for module, place in generators[: 2 if device.type == "cuda" else 1]:
+    generators: list[tuple[Any, tuple[Any, ...]]] = [(torch, ())]
+    if device.type != "cpu":
+        generators.append((torch.get_device_module(device), (device,)))
+    for module, place in generators:
         state = monitor.broadcast(module.get_rng_state(*place).numpy().tobytes())
         module.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), *place)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,6 +93,53 @@ def test_accelerators_come_before_the_cpu_of_their_rank(ranks, monkeypatch):
         ((1, "cuda:1"), 80),
         ((1, "cpu"), FREE // 2 - RESERVE),
     ]
+
+
+@pytest.fixture
+def accelerators(monkeypatch):
+    """Two of a kind that this torch was not built for, with 100 and 101 bytes free."""
+
+    def install(kind):
+        found = torch.accelerator
+        monkeypatch.setattr(found, "current_accelerator", lambda **_: torch.device(kind))
+        monkeypatch.setattr(found, "device_count", lambda: 2)
+        monkeypatch.setattr(found, "get_memory_info", lambda device: (100 + device.index, 200))
+
+    return install
+
+
+def test_accelerators_of_any_kind_are_counted(accelerators, monkeypatch):
+    """Those of Intel and Huawei were overlooked: the planner asked torch.cuda alone."""
+    accelerators("xpu")
+    units = types.SimpleNamespace(
+        get_device_properties=lambda device: types.SimpleNamespace(uuid=f"unit {device.index}")
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: units)
+    expected = {f"xpu:{n}": {"id": f"unit {n}", "free": 100 + n} for n in range(2)}
+    assert memory.accelerators() == expected
+
+
+def test_a_kind_without_uuids_goes_by_its_names(accelerators, monkeypatch):
+    accelerators("mps")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace())
+    assert [found["id"] for found in memory.accelerators().values()] == ["mps:0", "mps:1"]
+
+
+def test_a_model_runs_on_what_torch_calls_the_accelerator(
+    checkpoints, on_master, accelerators, monkeypatch
+):
+    """A CPU stands in for it: cpu:0 and cpu:1 are other places than "cpu"."""
+    accelerators("cpu")
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (600_000, 0))
+    model, path = checkpoints.llama()
+    prompt = torch.arange(2, 8).view(1, 6)
+
+    def work(model):
+        return {*model.device_map.places.values()}, model.generate(prompt, max_new_tokens=4)
+
+    places, tokens = on_master(path, 2, work, max_memory=None)
+    assert places == {(0, "cpu:0"), (1, "cpu:1")}
+    assert tokens.equal(model.generate(prompt, max_new_tokens=4))
 
 
 def test_containers_of_one_kernel_have_limits_of_their_own():
