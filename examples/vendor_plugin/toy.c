@@ -15,20 +15,20 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "allreduce.h"
 #include "communicator.h"
 
 struct comm_s {
-    int rank, nranks;
+    struct comm_base base;
     int* sockets; /* one for each peer; -1 for this rank */
-    char error[256];
 };
 
 static _Thread_local char last_error_without_comm[256];
 
 static comm_result fail(struct comm_s* comm, comm_result code, const char* doing, int peer) {
-    char* text = comm != NULL ? comm->error : last_error_without_comm;
-    snprintf(text, sizeof comm->error, "rank %d: %s rank %d failed: %s. Is that rank alive?",
-             comm != NULL ? comm->rank : -1, doing, peer,
+    char* text = comm != NULL ? comm->base.error : last_error_without_comm;
+    snprintf(text, sizeof comm->base.error, "rank %d: %s rank %d failed: %s. Is that rank alive?",
+             comm != NULL ? comm->base.rank : -1, doing, peer,
              code == COMM_REMOTE_ERROR ? "it is gone" : strerror(errno));
     return code;
 }
@@ -64,60 +64,6 @@ static comm_result get(struct comm_s* comm, int peer, void* data, size_t nbytes)
     return COMM_OK;
 }
 
-/* ---- arithmetic: four types, four operations ---- */
-
-#define COMBINE(T)                                                                 \
-    static void combine_##T(T* total, const T* part, uint64_t count, comm_op op) { \
-        for (uint64_t i = 0; i < count; i++) {                                     \
-            if (op == COMM_SUM) total[i] += part[i];                               \
-            if (op == COMM_PROD) total[i] *= part[i];                              \
-            if (op == COMM_MAX && part[i] > total[i]) total[i] = part[i];          \
-            if (op == COMM_MIN && part[i] < total[i]) total[i] = part[i];          \
-        }                                                                          \
-    }
-COMBINE(float)
-COMBINE(double)
-COMBINE(int32_t)
-COMBINE(int64_t)
-
-static int combine(void* total, const void* part, uint64_t count, comm_dtype dtype, comm_op op) {
-    if (op < COMM_SUM || op > COMM_MIN) return 0;
-    if (dtype == COMM_FLOAT32)
-        combine_float(total, part, count, op);
-    else if (dtype == COMM_FLOAT64)
-        combine_double(total, part, count, op);
-    else if (dtype == COMM_INT32)
-        combine_int32_t(total, part, count, op);
-    else if (dtype == COMM_INT64)
-        combine_int64_t(total, part, count, op);
-    else
-        return 0;
-    return 1;
-}
-
-static size_t size_of(comm_dtype dtype) {
-    switch (dtype) {
-        case COMM_COMPLEX128:
-            return 16;
-        case COMM_COMPLEX64:
-        case COMM_FLOAT64:
-        case COMM_INT64:
-        case COMM_UINT64:
-            return 8;
-        case COMM_FLOAT32:
-        case COMM_INT32:
-        case COMM_UINT32:
-            return 4;
-        case COMM_FLOAT16:
-        case COMM_BFLOAT16:
-        case COMM_INT16:
-        case COMM_UINT16:
-            return 2;
-        default:
-            return 1;
-    }
-}
-
 /* ---- bringing the ranks together ---- */
 
 /* A name in the abstract namespace is not a file: it goes when its socket does. The kernel picks
@@ -151,29 +97,29 @@ struct card { /* how a rank can be reached */
 /* Connect to the lower ranks, then let the higher ones connect: nobody waits in a circle. */
 static comm_result connect_all(struct comm_s* comm, int listener, const struct card* cards,
                                int timeout_ms) {
-    for (int peer = 0; peer < comm->rank; peer++) {
+    for (int peer = 0; peer < comm->base.rank; peer++) {
         int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
         set_timeout(fd, timeout_ms);
         comm->sockets[peer] = fd;
         if (connect(fd, (const struct sockaddr*)&cards[peer].address, cards[peer].length) != 0)
             return fail_system(comm, "connecting to", peer);
-        comm_result code = put(comm, peer, &comm->rank, sizeof comm->rank);
+        comm_result code = put(comm, peer, &comm->base.rank, sizeof comm->base.rank);
         if (code != COMM_OK) return code;
     }
     set_timeout(listener, timeout_ms);
-    for (int more = comm->nranks - 1 - comm->rank; more > 0; more--) {
+    for (int more = comm->base.nranks - 1 - comm->base.rank; more > 0; more--) {
         int peer, fd = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
-        if (fd < 0) return fail_system(comm, "accepting a rank above", comm->rank);
+        if (fd < 0) return fail_system(comm, "accepting a rank above", comm->base.rank);
         set_timeout(fd, timeout_ms);
         if (recv(fd, &peer, sizeof peer, MSG_WAITALL) != sizeof peer)
-            return fail_system(comm, "greeting a rank above", comm->rank);
+            return fail_system(comm, "greeting a rank above", comm->base.rank);
         comm->sockets[peer] = fd;
     }
     return COMM_OK;
 }
 
 static comm_result toy_destroy(comm_t comm) {
-    for (int peer = 0; peer < comm->nranks; peer++)
+    for (int peer = 0; peer < comm->base.nranks; peer++)
         if (comm->sockets[peer] >= 0) close(comm->sockets[peer]);
     free(comm->sockets);
     free(comm);
@@ -188,8 +134,8 @@ static comm_result toy_init(comm_t* out, const comm_init_args* args) {
     }
     struct comm_s* comm = calloc(1, sizeof *comm);
     struct card mine, *cards = calloc((size_t)args->nranks, sizeof *cards);
-    comm->rank = args->rank;
-    comm->nranks = args->nranks;
+    comm->base.rank = args->rank;
+    comm->base.nranks = args->nranks;
     comm->sockets = malloc(sizeof(int) * (size_t)args->nranks);
     for (int peer = 0; peer < args->nranks; peer++) comm->sockets[peer] = -1;
     int listener = listen_somewhere(&mine.address, &mine.length);
@@ -200,49 +146,13 @@ static comm_result toy_init(comm_t* out, const comm_init_args* args) {
     if (code == COMM_OK) {
         *out = comm;
     } else {
-        memcpy(last_error_without_comm, comm->error, sizeof comm->error);
+        memcpy(last_error_without_comm, comm->base.error, sizeof comm->base.error);
         toy_destroy(comm);
     }
     return code;
 }
 
 /* ---- the calls ---- */
-
-/* Rank 0 combines in order of rank and hands the result on, so that all have the same bits. */
-static comm_result reduce_on_root(comm_t comm, void* recv, void* part, uint64_t count,
-                                  comm_dtype dtype, comm_op op) {
-    size_t nbytes = count * size_of(dtype);
-    for (int peer = 1; peer < comm->nranks; peer++) {
-        comm_result code = get(comm, peer, part, nbytes);
-        if (code != COMM_OK) return code;
-        combine(recv, part, count, dtype, op);
-    }
-    for (int peer = 1; peer < comm->nranks; peer++) {
-        comm_result code = put(comm, peer, recv, nbytes);
-        if (code != COMM_OK) return code;
-    }
-    return COMM_OK;
-}
-
-static comm_result toy_allreduce(comm_t comm, const void* send, void* recv, uint64_t count,
-                                 comm_dtype dtype, comm_op op, comm_stream stream) {
-    (void)stream;
-    if (!combine(NULL, NULL, 0, dtype, op)) {
-        snprintf(comm->error, sizeof comm->error, "rank %d: toy cannot reduce dtype %d with op %d",
-                 comm->rank, dtype, op);
-        return COMM_UNSUPPORTED;
-    }
-    size_t nbytes = count * size_of(dtype);
-    if (send != recv) memcpy(recv, send, nbytes);
-    if (comm->rank != 0) {
-        comm_result code = put(comm, 0, send, nbytes);
-        return code == COMM_OK ? get(comm, 0, recv, nbytes) : code;
-    }
-    void* part = malloc(nbytes);
-    comm_result code = reduce_on_root(comm, recv, part, count, dtype, op);
-    free(part);
-    return code;
-}
 
 static comm_result toy_send(comm_t comm, const void* buffer, uint64_t count, comm_dtype dtype,
                             int32_t dst, comm_stream stream) {
@@ -262,7 +172,7 @@ static comm_result toy_probe(int32_t* score) {
 }
 
 static const char* toy_last_error(comm_t comm) {
-    return comm != NULL ? comm->error : last_error_without_comm;
+    return comm != NULL ? comm->base.error : last_error_without_comm;
 }
 
 static const comm_plugin table = {
@@ -276,7 +186,7 @@ static const comm_plugin table = {
     .probe = toy_probe,
     .init = toy_init,
     .destroy = toy_destroy,
-    .allreduce = toy_allreduce,
+    .allreduce = allreduce,
     .last_error = toy_last_error,
     .send = toy_send,
     .recv = toy_recv,

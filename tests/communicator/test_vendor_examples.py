@@ -40,7 +40,7 @@ def test_the_header_is_installed_and_the_example_builds_with_it(tmp_path):
     steps = ["egg_info", "--egg-base", tmp_path, "build_py", "--build-lib", installed]
     subprocess.run([sys.executable, "setup.py", "-q", *steps], cwd=root, check=True)
     toy.mkdir()
-    for name in ("Makefile", "toy.c"):
+    for name in ("Makefile", "allreduce.h", "toy.c"):
         shutil.copy(EXAMPLE / name, toy)
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     environ = {**os.environ, "PATH": path, "PYTHONPATH": str(installed)}
@@ -63,9 +63,20 @@ def acme():
     return module.Acme
 
 
-def conforms(backend):
+@pytest.fixture
+def overfabric(folder):
+    if not Path("/usr/include/rdma/fabric.h").exists():
+        pytest.skip("no libfabric: runs after `apt-get install libfabric-dev`")
+    subprocess.run(["make", "-s", "-C", folder, "CC=cc -Werror", "liboverfabric.so"], check=True)
+    return folder / "liboverfabric.so"
+
+
+def conforms(backend, **options):
     def body(info):
-        with Coordinator(info, timeout_s=30) as coor, Communicator(coor, backend=backend) as comm:
+        with (
+            Coordinator(info, timeout_s=30) as coor,
+            Communicator(coor, backend=backend, **options) as comm,
+        ):
             report = conformance.check(comm, large=30_011)
             return report.having(conformance.FAILED), len(report.having(conformance.PASSED))
 
@@ -87,6 +98,27 @@ def test_a_library_is_found_in_this_folder(ranks, folder, monkeypatch, name):
 def test_the_library_in_c_conforms(ranks, toy):
     for failed, passed in ranks(conforms(toy), 3):
         assert failed == [] and passed > 80
+
+
+@pytest.mark.parametrize("provider", ["shm", pytest.param("tcp", marks=pytest.mark.soak)])
+def test_the_library_over_libfabric_conforms(ranks, overfabric, provider):
+    for failed, passed in ranks(conforms(overfabric, provider=provider), 3):
+        assert failed == [] and passed > 80
+
+
+def test_the_library_over_libfabric_has_deadlines_and_names_a_missing_provider(ranks, overfabric):
+    def body(info):
+        with Coordinator(info, timeout_s=30) as coor:
+            with pytest.raises(Unsupported, match="opening the fabric on rank 0 failed"):
+                Communicator(coor, backend=overfabric, provider="none")
+            with Communicator(coor, backend=overfabric, checked_calls=0, timeout_s=1) as comm:
+                if comm.rank == 0:
+                    with pytest.raises(CommunicatorTimeout, match="rank 1 failed: the deadline"):
+                        comm.recv(torch.ones(1), 1)
+                coor.barrier()
+            return True
+
+    assert ranks(body, 2) == [True, True]
 
 
 def test_the_backend_in_python_conforms(ranks, acme):
