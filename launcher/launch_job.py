@@ -83,7 +83,7 @@ def launch(
         share_devices=share_devices,
         encrypt=encrypt,
         token=launch_token.take(os.environ)
-        if needs_token(nnodes, registry.find(launcher))
+        if nnodes > 1 and needs_token(registry.find(launcher))
         else None,
     )
     try:
@@ -104,10 +104,10 @@ def run_job(
     return run_checked(job, checked_launcher(job, name, trace_file), trace_file, **options)
 
 
-def needs_token(nnodes: int, backend: Any) -> bool:
+def needs_token(backend: Any) -> bool:
     """True if each of several nodes is started by a command of its own."""
     starts_all = getattr(backend, "STARTS_ALL_NODES", False)
-    return nnodes > 1 and not starts_all and "nnodes" in getattr(backend, "SUPPORTS", ())
+    return not starts_all and "nnodes" in getattr(backend, "SUPPORTS", ())
 
 
 def checked_launcher(job: Job, name: str, trace_file: str | os.PathLike[str] | None = None) -> Any:

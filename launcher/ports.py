@@ -76,6 +76,11 @@ def torch_candidates(launch_id: str, master_port: int) -> list[int]:
     return [port for port in candidates(launch_id)[1:] if port != master_port]
 
 
+def reserve_for_torch(launch_id: str, master_port: int) -> socket.socket:
+    """A socket that keeps the first free one of them, see reserve."""
+    return reserve(torch_candidates(launch_id, master_port))
+
+
 def reserve(candidate_ports: Iterable[int]) -> socket.socket:
     """A socket that keeps the first free one of the ports until torch's TCPStore listens there.
 

@@ -98,8 +98,11 @@ def parse(arguments: Sequence[str], prog: str = PROG) -> argparse.Namespace:
     if list(arguments[:1]) != ["run"]:
         return parser(prog).parse_args(arguments)
     words, script_arguments = run_options.split(arguments)
-    options = parser(prog).parse_args(words)
-    options.arguments, options.command_line = script_arguments, tuple(arguments)
+    run = CommandParser(prog=f"{prog} run", epilog=run_options.EPILOG)
+    run_options.add_options(run)
+    options = run.parse_args(words[1:])
+    options.command, options.arguments = "run", script_arguments
+    options.command_line = tuple(arguments)
     return options
 
 
@@ -140,7 +143,7 @@ def _run(options: argparse.Namespace) -> int:
 
         _print(dry_run.lines(job, options.launcher))
         return 0
-    if launch_job.needs_token(job.nnodes, backend):
+    if job.nnodes > 1 and launch_job.needs_token(backend):
         target.check(job.target)
         job = with_token(job, options)
     code = 0

@@ -79,7 +79,7 @@ def _torch_port(job: Job) -> Iterator[dict[str, str]]:
     if job.nnodes > 1:
         yield {}
         return
-    with ports.reserve(ports.torch_candidates(job.launch_id, job.master_port)) as holder:
+    with ports.reserve_for_torch(job.launch_id, job.master_port) as holder:
         yield {rank_environment.TORCH_PORT: str(holder.getsockname()[1])}
 
 

@@ -20,8 +20,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
 
 from launcher import timings
 from launcher.job import Job
@@ -66,11 +66,11 @@ class PreloadError(Exception):
     """A preloaded module raised, or left what no forked rank could use."""
 
 
-def serve(plan: ForkPlan) -> int:
+def serve(plan: ForkPlan, restart: Callable[[ForkPlan], NoReturn]) -> int:
     """Start the ranks; return the fork server's exit code when no process is left below it.
 
-    In a rank it never returns. Raises PreloadError if it must start again without preloading, which
-    nobody has asked for.
+    In a rank it never returns. restart: called with a plan that preloads nothing, where what was
+    preloaded without being asked for cannot be forked.
     """
     linux.set_process_name(descendants.SUPERVISOR_NAME)
     if os.getsid(0) != os.getpid():
@@ -85,7 +85,7 @@ def serve(plan: ForkPlan) -> int:
         pids = _fork_ranks(plan, reseed)
     except Exception as error:
         if isinstance(error, PreloadError) and plan.preload.is_automatic and plan.preload.imports:
-            raise
+            restart(replace(plan, preload=plan.preload._replace(imports=[])))
         with contextlib.suppress(BrokenPipeError):  # the launcher may be the one that has died
             pipe_records.send(plan.reports, {"error": f"{type(error).__name__}: {error}"})
         descendants.end_all(grace_s=0)

@@ -16,9 +16,9 @@ from launcher.job import Job, Target
 from launcher.launch_info import LaunchInfo
 from launcher.local import fork_server
 from launcher.local.auto_preload import ImportedNames, Preload
-from launcher.local.fork_server import ForkPlan, PreloadError
+from launcher.local.fork_server import ForkPlan
 from launcher.records import json_values
-from launcher.runtime.rank_process import RankSetup
+from launcher.runtime.rank_process import RankPipes, RankSetup
 
 PROGRAM = """
 import json, sys
@@ -38,15 +38,8 @@ def spawn(plan: ForkPlan) -> subprocess.Popen[bytes]:
     return process
 
 
-def serve(plan: ForkPlan) -> int:
-    """Run the fork server in this process; start it again if what it preloads cannot be forked."""
-    try:
-        return fork_server.serve(plan)
-    except PreloadError:
-        _restart(replace(plan, preload=plan.preload._replace(imports=[])))
-
-
-def _restart(plan: ForkPlan) -> NoReturn:
+def restart(plan: ForkPlan) -> NoReturn:
+    """Turn this process, a fork server, into a new interpreter that serves this plan."""
     file = _written(plan)
     for fd in (file, *plan.descriptors()):
         os.set_inheritable(fd, True)
@@ -69,7 +62,7 @@ def main(text: str) -> None:
     plan = _loads(text)
     for fd in plan.descriptors():  # inheritable for this interpreter alone: not for what ranks run
         os.set_inheritable(fd, False)
-    sys.exit(serve(plan))
+    sys.exit(fork_server.serve(plan, restart))
 
 
 def _dumps(plan: ForkPlan) -> str:
@@ -85,7 +78,10 @@ def _loads(text: str) -> ForkPlan:
     plan: dict[str, Any] = json_values.loads(text)["plan"]
     job = plan["job"]
     job = Job(**{**job, "target": Target(**job["target"]), "args": tuple(job["args"])})
-    ranks = [RankSetup(**{**setup, "info": LaunchInfo(**setup["info"])}) for setup in plan["ranks"]]
+    ranks = [
+        RankSetup(LaunchInfo(**setup.pop("info")), RankPipes(*setup.pop("pipes")), **setup)
+        for setup in plan["ranks"]
+    ]
     imports, *rest = plan["preload"]
     preload = Preload([ImportedNames(*names) for names in imports], *rest)
     return ForkPlan(**{**plan, "job": job, "ranks": ranks, "preload": preload})

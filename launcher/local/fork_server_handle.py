@@ -12,7 +12,7 @@ import warnings
 from typing import Any
 
 from launcher.launch_info import LaunchInfo
-from launcher.local import fork_server_exec
+from launcher.local import fork_server, fork_server_exec
 from launcher.local.fork_server import ForkPlan
 from launcher.local.launch_watch import LaunchWatch
 from launcher.local.supervisor import LauncherPipes, Supervisor
@@ -88,7 +88,7 @@ def _run_server(plan: ForkPlan, pipes: LauncherPipes, output: Output) -> None:
     pipes.close()
     output.close()
     try:
-        code = fork_server_exec.serve(plan)
+        code = fork_server.serve(plan, fork_server_exec.restart)
     except Exception:
         traceback.print_exc()
         code = 1

@@ -17,7 +17,7 @@ from launcher.local.launch_infos import infos_for_node
 from launcher.local.launch_watch import LaunchWatch
 from launcher.local.supervisor import LauncherPipes
 from launcher.runtime.output import Output
-from launcher.runtime.rank_process import RankSetup
+from launcher.runtime.rank_process import RankPipes, RankSetup
 from launcher.system import linux, stop_signals
 
 OMP_THREADS = "OMP_NUM_THREADS"
@@ -77,18 +77,18 @@ def _prepare(
     """The ports of the launch, its secret and all pipes: made before the first rank."""
     port, shared = _meeting_point(job)
     job = replace(job, token=None, command=(), secret=None)  # not for the processes below
-    torch_ports = ports.torch_candidates(job.launch_id, port)
-    holder = ports.reserve(torch_ports)
-    # All nodes must name the same one.
-    torch_port = holder.getsockname()[1] if job.nnodes == 1 else torch_ports[0]
+    holder = ports.reserve_for_torch(job.launch_id, port)
+    torch_port = holder.getsockname()[1]
+    if job.nnodes > 1:  # all of them must name the same one
+        torch_port = ports.torch_candidates(job.launch_id, port)[0]
     first_extras = {name: str(fd) for name, fd in shared.items()}
     extras = {name: text for name, text in first_extras.items() if name != "master_fd"}
     infos = infos_for_node(job, port, extras, first_extras)
-    pipes = [(os.pipe(), os.pipe(), os.pipe()) for _ in infos]
+    pipes = [[os.pipe() for _ in RankPipes._fields] for _ in infos]
     cores = [cpu_set.cpus for cpu_set in cpu_sets] or [()] * job.nprocs
     setups = [
-        RankSetup(info, out[1], err[1], report[1], torch_port, cpus)
-        for info, (out, err, report), cpus in zip(infos, pipes, cores, strict=True)
+        RankSetup(info, RankPipes(*(end for _, end in own)), torch_port, cpus)
+        for info, own, cpus in zip(infos, pipes, cores, strict=True)
     ]
     commands, reports = os.pipe(), os.pipe()
     plan = ForkPlan(
@@ -102,7 +102,7 @@ def _prepare(
         shared=tuple(shared.values()),
         environment=omp_environment(job, cpu_sets),
     )
-    reading = [(out[0], err[0], report[0]) for out, err, report in pipes]
+    reading = [RankPipes(*(end for end, _ in own)) for own in pipes]
     return plan, LauncherPipes(commands[1], reports[0], reading, holder)
 
 

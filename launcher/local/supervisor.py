@@ -22,7 +22,7 @@ from launcher.records import pipe_records
 from launcher.runtime import outcome
 from launcher.runtime.outcome import EndReason
 from launcher.runtime.output import Output
-from launcher.runtime.rank_process import DUMP_SIGNAL
+from launcher.runtime.rank_process import DUMP_SIGNAL, RankPipes
 from launcher.runtime.rank_state import LaunchedRank
 from launcher.system import linux, stop_signals
 from launcher.system.oom_kills import OomKills
@@ -30,19 +30,19 @@ from launcher.system.oom_kills import OomKills
 
 @dataclass(frozen=True)
 class LauncherPipes:
-    """The launcher's ends: to and from the fork server, and (stdout, stderr, report) of ranks.
+    """The launcher's ends: to and from the fork server, and of the pipes of ranks.
 
     port_holder: the socket that keeps the port of torch.distributed, for the whole launch.
     """
 
     commands: int
     reports: int
-    ranks: list[tuple[int, int, int]]
+    ranks: list[RankPipes]
     port_holder: socket.socket
 
     def close(self) -> None:
         self.port_holder.close()
-        for fd in (self.commands, self.reports, *(fd for three in self.ranks for fd in three)):
+        for fd in (self.commands, self.reports, *(fd for pipes in self.ranks for fd in pipes)):
             os.close(fd)
 
 

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from launcher import detection, target
 from launcher.job import Job
@@ -32,23 +32,25 @@ DUMP_SIGNAL = signal.SIGRTMAX  # at this one, a rank writes its stacks to its re
 BLOCKED_IN_FORK = (*stop_signals.STOP_SIGNALS, DUMP_SIGNAL)
 
 
+class RankPipes(NamedTuple):
+    """The ends of a rank's pipes that one process has."""
+
+    stdout: int
+    stderr: int
+    report: int
+
+
 @dataclass(frozen=True)
 class RankSetup:
-    """One rank before it is forked. stdout, stderr, report: write ends of pipes to the launcher.
+    """One rank before it is forked. pipes: the ends that it writes to.
 
     torch_port: kept for torch.distributed. cpus: the logical processors to be pinned to, if any.
     """
 
     info: LaunchInfo
-    stdout: int
-    stderr: int
-    report: int
+    pipes: RankPipes
     torch_port: int
     cpus: tuple[int, ...] = ()
-
-    @property
-    def pipes(self) -> tuple[int, int, int]:
-        return self.stdout, self.stderr, self.report
 
 
 def run(setup: RankSetup, job: Job, server: int, owns_process: bool) -> None:
@@ -57,7 +59,7 @@ def run(setup: RankSetup, job: Job, server: int, owns_process: bool) -> None:
     owns_process: the process was started for this launch, so leaving it by SystemExit runs only the
     target's own exit handlers; else those inherited from the program must not run here.
     """
-    setup = replace(setup, info=outliving.with_report(setup.info, setup.report))
+    setup = replace(setup, info=outliving.with_report(setup.info, setup.pipes.report))
     _setup_child(setup, job, server)
     if not owns_process:
         _forget_exit_handlers()
@@ -76,8 +78,8 @@ def _setup_child(setup: RankSetup, job: Job, server: int) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _open_streams(setup)
-    faulthandler.enable(file=setup.report)
-    faulthandler.register(DUMP_SIGNAL, file=setup.report)
+    faulthandler.enable(file=setup.pipes.report)
+    faulthandler.register(DUMP_SIGNAL, file=setup.pipes.report)
     # Only now: handlers and pipes are in place, and what is pending is delivered at once.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_IN_FORK)
     os.environ.pop(CHOICE, None)
@@ -88,7 +90,7 @@ def _setup_child(setup: RankSetup, job: Job, server: int) -> None:
 
 def _open_streams(setup: RankSetup) -> None:
     """Standard output and error into our pipes, line by line; standard input to rank 0 only."""
-    for fd, number in ((setup.stdout, 1), (setup.stderr, 2)):
+    for number, fd in enumerate((setup.pipes.stdout, setup.pipes.stderr), 1):
         os.dup2(fd, number)
         os.close(fd)
     if setup.info.rank != 0:
@@ -114,9 +116,10 @@ def _text(fd: int, errors: str) -> io.TextIOWrapper:
 
 def _call(setup: RankSetup, job: Job) -> int:
     """Run the target and report its result or failure; return its exit code."""
-    pipe = os.fstat(setup.report)
+    fd = setup.pipes.report
+    pipe = os.fstat(fd)
     with detection.acting_as(None):
-        return run_target(job, setup.info, lambda record: _report(setup.report, pipe, record))
+        return run_target(job, setup.info, lambda record: _report(fd, pipe, record))
 
 
 def run_target(job: Job, info: LaunchInfo, report: Callable[[dict[str, Any]], object]) -> int:

@@ -27,7 +27,7 @@ class RankActor:
         """On rank 0 only: listen, and keep a port for torch.distributed; return both ports."""
         self._listener = ports.listen(launch_id, address, port)
         master_port = int(self._listener.getsockname()[1])
-        self._torch_port_holder = ports.reserve(ports.torch_candidates(launch_id, master_port))
+        self._torch_port_holder = ports.reserve_for_torch(launch_id, master_port)
         return master_port, int(self._torch_port_holder.getsockname()[1])
 
     def run(

@@ -115,9 +115,9 @@ def test_a_torchrun_or_an_mpiexec_inside_a_rank_is_told_from_it():
 
 def test_a_reserved_port_is_torchs_alone():
     """Nobody else gets it: no launch, not even with the same id, and no plain bind()."""
-    with ports.reserve(ports.torch_candidates("kept", 0)) as holder:
+    with ports.reserve_for_torch("kept", 0) as holder:
         port = holder.getsockname()[1]
-        with ports.reserve(ports.torch_candidates("kept", 0)) as second:
+        with ports.reserve_for_torch("kept", 0) as second:
             assert second.getsockname()[1] != port
         with pytest.raises(OSError, match=f"port {port} is in use"):
             ports.reserve([port])
