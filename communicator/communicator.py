@@ -144,7 +144,7 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
 
         Its ranks detect failures and encrypt as those of a Coordinator do.
         """
-        from communicator.torch_interop.group_ranks import coordinator_over  # a later package
+        from communicator.p2p.group_ranks import coordinator_over  # a later package
 
         coor = coordinator_over(ranks, rank, world_size, timeout_s)
         try:
@@ -488,7 +488,7 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
         self.coor.note_peer(peer)
         with self._opening:
             if self._messages is None:
-                from communicator.torch_interop.async_messages import open_messages  # later, too
+                from communicator.p2p.async_messages import open_messages  # later, too
 
                 self._messages = open_messages(self, self._backend)
         return CallHandle(self._messages.start(kind, tensor, peer), lambda: tensor)

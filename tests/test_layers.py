@@ -33,6 +33,7 @@ ORDER = {
     "communicator": (
         "base",
         "backends",
+        "p2p",
         "conformance torch_interop",
         "cli backend_info __main__ torch_backend compile",
     ),

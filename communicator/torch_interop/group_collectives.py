@@ -15,9 +15,9 @@ import torch.distributed as dist
 from communicator.calls.async_work import AsyncWork, WorkQueue
 from communicator.calls.checked_calls import is_declined
 from communicator.errors import Unsupported
+from communicator.p2p.deferred_p2p import DeferredMessages
+from communicator.p2p.group_ranks import GroupRanks
 from communicator.torch_interop import list_arguments, list_collectives
-from communicator.torch_interop.deferred_p2p import DeferredMessages
-from communicator.torch_interop.group_ranks import GroupRanks
 from communicator.torch_interop.lazy_communicators import LazyCommunicators
 from coordinator import torch_private
 

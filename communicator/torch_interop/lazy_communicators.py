@@ -13,8 +13,8 @@ from typing import NoReturn
 from communicator.backend import Backend
 from communicator.communicator import Communicator
 from communicator.errors import CommunicatorError, Unsupported
+from communicator.p2p.group_ranks import GroupRanks
 from communicator.selection import choose_for_devices
-from communicator.torch_interop.group_ranks import GroupRanks
 from coordinator import Coordinator
 
 Chosen = dict[str, type[Backend] | None]

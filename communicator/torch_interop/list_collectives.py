@@ -19,7 +19,7 @@ from communicator.calls.call_check import check_identical
 from communicator.calls.dtypes import DTYPES, NAMES_OF_TORCH_OPS
 from communicator.communicator import Communicator
 from communicator.errors import CommunicatorError, Unsupported
-from communicator.torch_interop.flat_tensors import (
+from communicator.p2p.flat_tensors import (
     as_flat_input,
     flat_numel,
     flattened,

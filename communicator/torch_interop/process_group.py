@@ -19,12 +19,13 @@ import torch.distributed as dist
 from communicator.backends.plugin import PluginBackend
 from communicator.calls.async_work import AsyncWork, WorkQueue
 from communicator.errors import Unsupported
+from communicator.p2p.async_messages import open_p2p
+from communicator.p2p.deferred_p2p import DeferredMessages
+from communicator.p2p.group_ranks import GroupRanks, meet
+from communicator.p2p.p2p_messages import ANY_SOURCE, P2PGroup
 from communicator.torch_interop import native_backend
-from communicator.torch_interop.deferred_p2p import DeferredMessages
 from communicator.torch_interop.group_collectives import DEVICE_TYPES, GroupCollectives
-from communicator.torch_interop.group_ranks import GroupRanks, meet
 from communicator.torch_interop.lazy_communicators import Chosen, LazyCommunicators
-from communicator.torch_interop.p2p_engine import ANY_SOURCE, P2PGroup, open_p2p
 from coordinator import Coordinator, torch_private
 
 NAME = "drumline"

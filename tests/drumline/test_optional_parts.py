@@ -22,7 +22,6 @@ OPTIONAL = (
 
 OPENERS = {
     "communicator/torch_interop": {
-        "communicator/communicator.py",
         "communicator/compile.py",
         "communicator/torch_backend.py",
     },

@@ -7,7 +7,7 @@ import torch
 from torch.distributed import HashStore
 
 from communicator import Communicator, CommunicatorError, CommunicatorTimeout
-from communicator.torch_interop.group_ranks import GroupRanks, meet
+from communicator.p2p.group_ranks import GroupRanks, meet
 from communicator.torch_interop.lazy_communicators import LazyCommunicators
 
 WORLD = 4

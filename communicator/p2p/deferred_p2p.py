@@ -14,7 +14,7 @@ import torch
 
 from communicator.calls.async_work import NO_TIMEOUT, AsyncWork
 from communicator.errors import Unsupported
-from communicator.torch_interop.flat_tensors import flattened_all
+from communicator.p2p.flat_tensors import flattened_all
 
 
 class Messenger(Protocol):

@@ -1,4 +1,4 @@
-"""The messages of a communicator's isend and irecv.
+"""The messages of a communicator's isend and irecv, and of torch's process groups.
 
 messages = open_messages(comm, backend)
 work = messages.start("send", tensor, 1)
@@ -12,8 +12,10 @@ import torch
 from communicator.backend import Backend
 from communicator.backends.byte_streams import TcpStreams, silent_s
 from communicator.calls.async_work import AsyncWork
-from communicator.torch_interop.deferred_p2p import DeferredMessages, Messenger
-from communicator.torch_interop.p2p_engine import P2PEngine
+from communicator.p2p.deferred_p2p import DeferredMessages, Messenger
+from communicator.p2p.group_ranks import GroupRanks
+from communicator.p2p.p2p_engine import P2PEngine
+from communicator.p2p.p2p_messages import P2PGroup
 
 
 class HostMessages:
@@ -58,3 +60,16 @@ Messages = HostMessages | DeviceMessages
 
 def open_messages(comm: Messenger, backend: Backend) -> Messages:
     return HostMessages(backend) if backend.device.type == "cpu" else DeviceMessages(comm)
+
+
+def open_p2p(members: GroupRanks, backend: Backend | None) -> P2PGroup | None:
+    """The group of all ranks, over the streams of their communicator, or connections of its own.
+
+    Collective. None for a rank alone.
+    """
+    if members.world_size == 1:
+        return None
+    coor = members.coordinator()
+    own = backend and backend.streams
+    streams = own or TcpStreams(coor.connections(), silent_s(coor))
+    return P2PEngine(members, streams).all_ranks

@@ -14,15 +14,8 @@ from torch.distributed import HashStore
 from communicator import Communicator, CommunicatorError, PeerLost
 from communicator.backends.byte_streams import TcpStreams, silent_s
 from communicator.errors import DrumlineError
-from communicator.torch_interop.p2p_engine import (
-    ANY_SOURCE,
-    MAX_UNCONFIRMED_BYTES,
-    MESSAGE,
-    P2PEngine,
-    P2PWork,
-    _header,
-    _Packet,
-)
+from communicator.p2p.p2p_engine import MAX_UNCONFIRMED_BYTES, P2PEngine
+from communicator.p2p.p2p_messages import ANY_SOURCE, MESSAGE, P2PWork, Packet, message
 from coordinator import Coordinator
 
 WORLD = 3
@@ -262,8 +255,8 @@ def test_rest_of_a_message_is_dropped_if_its_group_was_closed_meanwhile(engines)
         pair, tensor = pair_of(engine), torch.ones(2)
         if engine.rank == 1:
             work = P2PWork(engine.engine, pair, "send", tensor, 2, 7)
-            header = _header(MESSAGE, pair.number, work)
-            for packet in (_Packet(header, work.address, 4), _Packet(b"", work.address + 4, 4)):
+            header = message(MESSAGE, pair.number, work).prefix
+            for packet in (Packet(header, work.address, 4), Packet(b"", work.address + 4, 4)):
                 with engine.engine._lock:
                     engine.engine._outgoing[2].append(packet)
                     engine.engine._write(2)

@@ -21,17 +21,13 @@ of its group, and a rank that leaves a group says so to the others.
 from __future__ import annotations
 
 import ctypes
-import struct
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 
 from communicator import timings
-from communicator.backend import Backend
 from communicator.backends.byte_streams import (
     ARM,
     DISARM,
@@ -39,167 +35,32 @@ from communicator.backends.byte_streams import (
     WAKE,
     WRITABLE,
     ByteStreams,
-    TcpStreams,
-    silent_s,
 )
-from communicator.calls import call_check
-from communicator.calls.async_work import NO_TIMEOUT, AsyncWork
-from communicator.calls.failures import describe_lost
 from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, PeerLost
-from communicator.torch_interop.flat_tensors import flattened
-from communicator.torch_interop.group_ranks import GroupRanks
-from coordinator import Coordinator, FailureReason, RankFailure
+from communicator.p2p.group_ranks import GroupRanks
+from communicator.p2p.p2p_messages import (
+    ACCEPT,
+    ANY_SOURCE,
+    CONFIRM,
+    DATA,
+    HEADER,
+    LEAVE,
+    MESSAGE,
+    OFFER,
+    REFUSE,
+    Arrival,
+    Incoming,
+    Members,
+    P2PGroup,
+    P2PWork,
+    Packet,
+    message,
+)
 
-Members = Coordinator | GroupRanks
-ANY_SOURCE = -1
 LARGE_BYTES = 1 << 15
 MAX_UNCONFIRMED_BYTES = 1 << 22  # of large messages that are sent without an offer
 MAX_BUFFERED_BYTES = 1 << 24  # from one peer, of messages that nobody has posted a receive for
-HEADER = struct.Struct("<B3xq16sQQQ")  # kind, tag, dtype, bytes, number, group
-MESSAGE, OFFER, ACCEPT, REFUSE, DATA, LEAVE, CONFIRM = range(7)
 FOREVER_MS = 2**31 - 1
-
-
-class P2PGroup:
-    """Some ranks of an engine, whose messages are apart from those of its other groups.
-
-    ranks: by number in the group, that in the engine. number: no other group of the engine has it.
-    """
-
-    def __init__(self, engine: P2PEngine, coor: Members, ranks: list[int], number: int) -> None:
-        self.engine, self.ranks, self.number = engine, ranks, number
-        self.rank, self.peers, self.timeout_s = coor.rank, coor.peers, coor.timeout_s
-        self.rank_name = coor.rank_name
-        self.gone: set[int] = set()  # those that have closed it
-        self.is_closed = False
-
-    def start(self, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> P2PWork:
-        """Start to "send" to a peer, or to "recv" from one or from ANY_SOURCE."""
-        engine_peer = peer if peer == ANY_SOURCE else self.ranks[peer]
-        return self.engine.start_work(P2PWork(self.engine, self, kind, tensor, engine_peer, tag))
-
-    def close(self) -> None:
-        """End all that is pending with an error. What was sent can still be received."""
-        self.engine.close_group(self)
-
-    def check(self) -> None:
-        """Raise PeerLost if another rank has gone from the group."""
-        self.engine.check_group(self)
-
-    def group_rank(self, engine_rank: int) -> int:
-        return self.ranks.index(engine_rank)
-
-
-class P2PWork(AsyncWork):
-    """A send or receive. peer: the other rank of the engine, or ANY_SOURCE until it has come."""
-
-    def __init__(
-        self,
-        engine: P2PEngine,
-        group: P2PGroup,
-        kind: str,
-        tensor: torch.Tensor,
-        peer: int,
-        tag: int,
-    ) -> None:
-        super().__init__([tensor])
-        self._engine, self.group = engine, group
-        self.kind, self.peer, self.tag = kind, peer, tag
-        self._flattened = flattened(tensor)
-        self.whole = self._flattened.__enter__()
-        self.address, self.nbytes = self.whole.data_ptr(), self.whole.nbytes
-        self.dtype = str(self.whole.dtype)[6:].encode()
-
-    def __str__(self) -> str:
-        is_any = self.peer == ANY_SOURCE
-        end = "any source" if is_any else self.group.rank_name(self._source_rank())
-        direction = "to" if self.kind == "send" else "from"
-        tensor = call_check.describe_tensor(self.whole)
-        return f"{self.kind} of {tensor} {direction} {end} (tag {self.tag})"
-
-    def matches(self, arrival: _Arrival) -> bool:
-        return (
-            self.tag == arrival.tag
-            and self.peer in (arrival.src, ANY_SOURCE)
-            and self.group.number == arrival.group
-        )
-
-    def awaits(self, peer: int) -> bool:
-        """True too for a receive from any source that no other peer is left to send."""
-        group = self.group
-        if self.peer != ANY_SOURCE or peer not in group.ranks:
-            return self.peer == peer
-        return self._engine.has_died(peer) or self._engine.are_gone(group)
-
-    def finish(self, error: Exception | None) -> None:
-        if self.is_completed():
-            return  # its deadline was first
-        if error is None and self.kind == "recv":
-            with torch.inference_mode():  # so that it may write to any tensor
-                self._flattened.__exit__(None, None, None)
-        self.end(error)
-
-    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """True once the tensor was sent or has come. timeout 0: that of the group, from now on."""
-        if not self.is_completed():
-            self._engine.wait_for(self, timeout.total_seconds())
-        self._result_or_raise()
-        return True
-
-    def wait_ended(self, timeout_s: float) -> None:
-        """Wait while another thread moves the messages."""
-        self._ended.wait(timeout_s)
-
-    def _source_rank(self) -> int:
-        return self.group.group_rank(self.peer)
-
-
-@dataclass
-class _Packet:
-    """Bytes on their way to a peer. work: a send that ends with them."""
-
-    prefix: bytes
-    address: int = 0
-    nbytes: int = 0
-    work: P2PWork | None = None
-
-    def skip(self, nbytes: int) -> bool:
-        """Take off what was written; True if that was all."""
-        in_prefix = min(nbytes, len(self.prefix))
-        self.prefix = self.prefix[in_prefix:]
-        self.address += nbytes - in_prefix
-        self.nbytes -= nbytes - in_prefix
-        return not self.prefix and not self.nbytes
-
-
-@dataclass(eq=False)
-class _Arrival:
-    """A message for which no receive was posted. data: None if it was only offered."""
-
-    src: int
-    tag: int
-    dtype: bytes
-    nbytes: int
-    number: int
-    group: int
-    data: torch.Tensor | None = None
-    is_complete: bool = False
-    work: P2PWork | None = None  # the receive that has matched it since
-
-
-class _Incoming:
-    """The header or payload that is read from a peer now."""
-
-    def __init__(self) -> None:
-        self.header = ctypes.create_string_buffer(HEADER.size)
-        self.expect_header()
-
-    def expect_header(self) -> None:
-        self.address, self.left = ctypes.addressof(self.header), HEADER.size
-        self.target: P2PWork | _Arrival | torch.Tensor | None = None
-
-    def expect(self, target: P2PWork | _Arrival | torch.Tensor, address: int, nbytes: int) -> None:
-        self.target, self.address, self.left = target, address, nbytes
 
 
 class P2PEngine:
@@ -216,14 +77,14 @@ class P2PEngine:
         self._early_leaves: set[tuple[int, int]] = set()  # of groups that are not made here yet
         self._pending: dict[P2PWork, None] = {}
         self._posted: list[P2PWork] = []  # receives, of which no message has come
-        self._arrivals: list[_Arrival] = []
+        self._arrivals: list[Arrival] = []
         self._offered: dict[int, P2PWork] = {}  # sends, by number
         self._accepted: dict[tuple[int, int], P2PWork] = {}  # receives, by peer and its number
         self._num_offers = 0
         self._unconfirmed = dict.fromkeys(peers, 0)  # bytes of large messages, by receiver
         self._received = dict.fromkeys(peers, 0)  # bytes of such that are to be confirmed
-        self._outgoing: dict[int, deque[_Packet]] = {peer: deque() for peer in peers}
-        self._incoming = {peer: _Incoming() for peer in peers}
+        self._outgoing: dict[int, deque[Packet]] = {peer: deque() for peer in peers}
+        self._incoming = {peer: Incoming() for peer in peers}
         self._buffered = dict.fromkeys(peers, 0)  # bytes of the arrivals
         self._interest = bytearray(READABLE * (rank != coor.rank) for rank in range(len(peers) + 1))
         self._lost: dict[int, str] = {}
@@ -255,7 +116,7 @@ class P2PEngine:
             if work.kind == "recv":
                 self._start_receive(work)
             elif self._is_gone(group, peer):
-                self._end(work, self._lost_error(work.group, peer, str(work)))
+                self._end(work, self._lost_error(work.group, peer, work))
             else:
                 self._start_send(work)
             if self._driver is None:
@@ -301,7 +162,7 @@ class P2PEngine:
                     self._set_buffered(arrival.src, -arrival.nbytes)
             for peer in group.ranks:
                 if peer != self.rank and not self._is_gone(group, peer):
-                    self._outgoing[peer].append(_Packet(_header(LEAVE, group.number)))
+                    self._outgoing[peer].append(message(LEAVE, group.number))
                     self._write(peer)
             if self._driver is None:
                 self._let_service_watch()
@@ -422,11 +283,7 @@ class P2PEngine:
     def _send(
         self, peer: int, kind: int, work: P2PWork, number: int, payload: P2PWork | None = None
     ) -> None:
-        header = _header(kind, work.group.number, work, number)
-        packet = _Packet(header)
-        if payload is not None:
-            packet = _Packet(header, payload.address, payload.nbytes, payload)
-        self._outgoing[peer].append(packet)
+        self._outgoing[peer].append(message(kind, work.group.number, work, number, payload))
         self._write(peer)
 
     def _write(self, peer: int) -> None:
@@ -458,10 +315,10 @@ class P2PEngine:
         if peer == ANY_SOURCE and self.are_gone(group):
             peer = next(other for other in group.ranks if other != self.rank)
         if self._is_gone(group, peer):
-            return self._end(work, self._lost_error(group, peer, str(work)))
+            return self._end(work, self._lost_error(group, peer, work))
         self._posted.append(work)
 
-    def _take(self, arrival: _Arrival, work: P2PWork) -> None:
+    def _take(self, arrival: Arrival, work: P2PWork) -> None:
         """Give a message that has arrived to the receive that matches it."""
         work.peer = arrival.src
         if arrival.data is None:
@@ -471,17 +328,17 @@ class P2PEngine:
         if arrival.is_complete:
             self._deliver(arrival, work, arrival.data)
 
-    def _deliver(self, arrival: _Arrival, work: P2PWork, data: torch.Tensor) -> None:
+    def _deliver(self, arrival: Arrival, work: P2PWork, data: torch.Tensor) -> None:
         self._arrivals.remove(arrival)
         self._set_buffered(arrival.src, -arrival.nbytes)
         self._confirm(arrival.src, arrival.nbytes)
-        error = self._mismatch(arrival, work)
+        error = work.mismatch(arrival)
         if error is None:
             ctypes.memmove(work.address, data.data_ptr(), work.nbytes)
         self._end(work, error)
 
-    def _answer_offer(self, offer: _Arrival, work: P2PWork) -> None:
-        error = self._mismatch(offer, work)
+    def _answer_offer(self, offer: Arrival, work: P2PWork) -> None:
+        error = work.mismatch(offer)
         if error is not None:
             self._end(work, error)
         else:
@@ -494,22 +351,9 @@ class P2PEngine:
             return
         self._received[src] += nbytes
         if self._received[src] >= MAX_UNCONFIRMED_BYTES // 2:
-            self._outgoing[src].append(_Packet(_header(CONFIRM, 0, number=self._received[src])))
+            self._outgoing[src].append(message(CONFIRM, 0, number=self._received[src]))
             self._received[src] = 0
             self._write(src)
-
-    def _mismatch(self, arrival: _Arrival, work: P2PWork) -> CommunicatorError | None:
-        if (arrival.dtype, arrival.nbytes) == (work.dtype, work.nbytes):
-            return None
-        dtype = getattr(torch, arrival.dtype.decode())
-        sent = f"({arrival.nbytes // dtype.itemsize},) {arrival.dtype.decode()}"
-        group = work.group
-        return CommunicatorError(
-            f"{group.rank_name()}: a message from "
-            f"{group.rank_name(group.group_rank(arrival.src))} is {sent}, and met this {work}. It "
-            "was dropped, and the tensor left as it was. Receive into a tensor of the size and "
-            "dtype that is sent."
-        )
 
     def _read(self, peer: int) -> None:
         incoming = self._incoming[peer]
@@ -523,23 +367,23 @@ class P2PEngine:
             if not incoming.left:
                 self._handle(peer, incoming)
 
-    def _handle(self, peer: int, incoming: _Incoming) -> None:
+    def _handle(self, peer: int, incoming: Incoming) -> None:
         """Handle what has come as a whole: a header, or a payload."""
         target = incoming.target
         if target is None:
             kind, tag, dtype, nbytes, number, group = HEADER.unpack(incoming.header.raw)
-            arrival = _Arrival(peer, tag, dtype.rstrip(b"\0"), nbytes, number, group)
+            arrival = Arrival(peer, tag, dtype.rstrip(b"\0"), nbytes, number, group)
             incoming.expect_header()
             return self._handle_header(kind, arrival, incoming)
         incoming.expect_header()
         if isinstance(target, P2PWork):
             self._end(target)
-        elif isinstance(target, _Arrival):
+        elif isinstance(target, Arrival):
             target.is_complete = True
             if target.work is not None and target.data is not None:
                 self._deliver(target, target.work, target.data)
 
-    def _handle_header(self, kind: int, arrival: _Arrival, incoming: _Incoming) -> None:
+    def _handle_header(self, kind: int, arrival: Arrival, incoming: Incoming) -> None:
         src, number = arrival.src, arrival.number
         if kind == ACCEPT:
             work = self._offered.pop(number)
@@ -558,7 +402,7 @@ class P2PEngine:
         else:
             self._match(kind, arrival, incoming)
 
-    def _match(self, kind: int, arrival: _Arrival, incoming: _Incoming) -> None:
+    def _match(self, kind: int, arrival: Arrival, incoming: Incoming) -> None:
         """Find the receive for a message or an offer, or keep it."""
         matching = (work for work in self._posted if work.matches(arrival))
         work = next(matching, None)
@@ -567,25 +411,20 @@ class P2PEngine:
             work.peer = arrival.src
             if kind == OFFER:
                 return self._answer_offer(arrival, work)
-            if self._mismatch(arrival, work) is None:
+            if work.mismatch(arrival) is None:
                 self._confirm(arrival.src, arrival.nbytes)
                 return incoming.expect(work, work.address, work.nbytes)
         self._arrivals.append(arrival)
         if kind == MESSAGE:
             arrival.work = work
-            self._buffer(arrival, incoming)
+            arrival.buffer(incoming)
             self._set_buffered(arrival.src, arrival.nbytes)
 
-    def _drop(self, kind: int, arrival: _Arrival, incoming: _Incoming) -> None:
+    def _drop(self, kind: int, arrival: Arrival, incoming: Incoming) -> None:
         """Skip a message for a group that was closed here; its sender is notified."""
         if kind == MESSAGE:
             self._confirm(arrival.src, arrival.nbytes)
-            self._buffer(arrival, incoming)
-
-    @staticmethod
-    def _buffer(arrival: _Arrival, incoming: _Incoming) -> None:
-        arrival.data = torch.empty(arrival.nbytes, dtype=torch.uint8)
-        incoming.expect(arrival, arrival.data.data_ptr(), arrival.nbytes)
+            arrival.buffer(incoming)
 
     def _set_buffered(self, peer: int, nbytes: int) -> None:
         """Count bytes that are buffered; of a peer with too many nothing more is read."""
@@ -617,7 +456,7 @@ class P2PEngine:
         self._offered = {key: work for key, work in self._offered.items() if work.peer != peer}
         self._accepted = {key: work for key, work in self._accepted.items() if key[0] != peer}
         for work in [work for work in self._pending if work.awaits(peer)]:
-            self._end(work, self._lost_error(work.group, peer, str(work)))
+            self._end(work, self._lost_error(work.group, peer, work))
 
     def check_group(self, group: P2PGroup) -> None:
         with self._lock:
@@ -634,7 +473,7 @@ class P2PEngine:
             group.gone.add(peer)
             for work in [work for work in self._pending if work.group is group]:
                 if work.awaits(peer):
-                    self._end(work, self._lost_error(work.group, peer, str(work)))
+                    self._end(work, self._lost_error(work.group, peer, work))
         elif number not in self._closed_groups:
             self._early_leaves.add((number, peer))
         for offer, work in list(self._offered.items()):
@@ -651,39 +490,9 @@ class P2PEngine:
     def has_died(self, peer: int) -> bool:
         return peer in self._lost and bool(self._coor.peers[peer].is_known_dead())
 
-    def _lost_error(self, group: P2PGroup, peer: int, call: str) -> PeerLost:
-        number = group.group_rank(peer)
-        why, who = self._lost.get(peer, "it has destroyed the group"), group.peers[number]
-        reason = FailureReason.EXITED if who.is_known_dead() else FailureReason.LEFT
-        dead = [
-            RankFailure(rank, other, FailureReason.EXITED)
-            for rank, other in enumerate(group.peers)
-            if rank != number and other.is_known_dead()
-        ]  # for which the peer may have left
-        return PeerLost(
-            f"{group.rank_name()} lost {who} in {call}: {why}.{describe_lost(dead)} Start all "
-            "ranks again, and look at what those printed last.",
-            (*dead, RankFailure(number, who, reason, text=why)),
-        )
-
-
-def _header(kind: int, group: int, work: P2PWork | None = None, number: int = 0) -> bytes:
-    if work is None:
-        return HEADER.pack(kind, 0, b"", 0, number, group)
-    return HEADER.pack(kind, work.tag, work.dtype, work.nbytes, number, group)
-
-
-def open_p2p(members: GroupRanks, backend: Backend | None) -> P2PGroup | None:
-    """The group of all ranks, over the streams of their communicator, or connections of its own.
-
-    Collective. None for a rank alone.
-    """
-    if members.world_size == 1:
-        return None
-    coor = members.coordinator()
-    own = backend and backend.streams
-    streams = own or TcpStreams(coor.connections(), silent_s(coor))
-    return P2PEngine(members, streams).all_ranks
+    def _lost_error(self, group: P2PGroup, peer: int, call: object) -> PeerLost:
+        why = self._lost.get(peer, "it has destroyed the group")
+        return group.lost_error(group.group_rank(peer), f"{call}", why)
 
 
 def _poll_ms(left_s: float) -> int:

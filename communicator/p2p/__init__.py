@@ -1,0 +1,1 @@
+"""Messages that start when they are called: isend, irecv, and those of torch.distributed."""
