@@ -289,7 +289,7 @@ class Service:
             self.scheduler.submit(stream.generations)
         request_id, num_choices = request.state.request_id, len(stream.generations)
         response = builder(self.name, request_id, body, num_choices, self.tokenizer)
-        pieces = message_pieces(self._measured(stream, request), parsers)
+        pieces = message_pieces(stream, self._measured(stream, request), parsers)
         if not body.stream:
             return await whole_response(stream, pieces, response)
         with as_internal_error():  # an error before the first event still has a status of its own

@@ -36,6 +36,9 @@ class OneByOne:
     def num_running(self) -> int:
         return len(self.names_in_step)
 
+    def num_cached(self, name: str) -> int:
+        return 0
+
     def start(self) -> None:
         self._requests: queue.SimpleQueue[tuple[list[int], str] | None] = queue.SimpleQueue()
 

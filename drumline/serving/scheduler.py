@@ -91,6 +91,7 @@ class Generation:
         self.sampler = TokenSampler(params, prompt, self.end_tokens, grammar)
         self.new_tokens: list[int] = []
         self.prompt_logprobs: list[TokenLogprob] = []  # of params.scores_prompt, at the first token
+        self.num_cached = 0  # tokens of the prompt that were not computed for it, known as those
         self.is_done = False
         self.cancel_reason: str | Exception | None = None
         self._on_token, self._on_end = on_token, on_end
@@ -179,7 +180,6 @@ class Scheduler:
         self.limits, self._on_loss = limits, on_loss
         self.end_tokens: set[int] = set()
         self.vocabulary = self.num_new_tokens = 0
-        self._load = Load(limits.max_running)
         self._lock = threading.RLock()
         self._open: dict[int, Generation] = {}
         self._ids = itertools.count()
@@ -187,14 +187,12 @@ class Scheduler:
 
     @property
     def load(self) -> Load:
-        """That of the last step, as far as its sequences are still there."""
-        num_running = 0 if self.is_restarting else min(len(self._open), self._load.num_running)
-        usage = self._load.pool_usage if num_running else 0.0
-        return Load(num_running, self._load.largest_batch, usage)
+        """That of now, for which all tables of pages are looked at."""
+        raise NotImplementedError
 
     @property
     def num_running(self) -> int:
-        return self.load.num_running
+        raise NotImplementedError
 
     @property
     def num_waiting(self) -> int:
@@ -255,6 +253,7 @@ class Batch(Protocol):
     def num_running(self) -> int: ...
     @property
     def pool_usage(self) -> float: ...
+    def num_cached(self, name: str) -> int: ...
     @property
     def failure(self) -> Exception | None:
         """The error that has ended the steps, if one did."""
@@ -287,11 +286,22 @@ class BatchScheduler(Scheduler):
         self._model, self._chunk = model, limits.max_length
         self._scoring_thread = ThreadPoolExecutor(1)
         self._batch_of: dict[int, Batch] = {}
+        self._largest_batch = 0
         self._batches = self._made_batches(model)
         self._threads = [threading.Thread(target=self._run, args=(b,)) for b in self._batches]
         for batch, thread in zip(self._batches, self._threads, strict=True):
             batch.start()
             thread.start()
+
+    @property
+    def num_running(self) -> int:
+        return min(len(self._open), sum(batch.num_running for batch in self._batches))
+
+    @property
+    def load(self) -> Load:
+        num_running = self.num_running
+        usage = sum(batch.pool_usage for batch in self._batches) / len(self._batches)
+        return Load(num_running, self._largest_batch, usage if num_running else 0.0)
 
     def _made_batches(self, model: Any) -> list[Batch]:
         """Managers of batches, or OneByOne if a step shows that the model has none over pages."""
@@ -390,14 +400,12 @@ class BatchScheduler(Scheduler):
             if item is not None and not item.sampler.is_greedy:
                 tokens[row] = item.sample(logits[row])
         with self._lock:
-            self._load = Load(
-                sum(batch.num_running for batch in self._batches),
-                max(self._load.largest_batch, len(names)),
-                sum(batch.pool_usage for batch in self._batches) / len(self._batches),
-            )
+            self._largest_batch = max(self._largest_batch, len(names))
             for name, token in zip(names_with_token, tokens, strict=True):
                 if (item := self._open.get(int(name))) is not None:
                     self.num_new_tokens += 1
+                    if not item.new_tokens:
+                        item.num_cached = self._batch_of[int(name)].num_cached(name)
                     item.append(token)
             for number in map(int, names):
                 self._leave_if_over(number)

@@ -131,7 +131,10 @@ MakePools = Callable[[list[int], list[int], list[int]], Pools]
 
 
 class PagedTables(Tables):  # type: ignore[misc]
-    """The tables of blocks of all requests, and no keys and values: these are in the pools."""
+    """The tables of blocks of all requests, and no keys and values: these are in the pools.
+
+    num_cached: by request, the tokens of its prompt that the pools had already.
+    """
 
     def __init__(self, make_pools: MakePools, **arguments: Any):
         super().__init__(device=torch.device("meta"), **arguments)
@@ -145,6 +148,7 @@ class PagedTables(Tables):  # type: ignore[misc]
         blocks = [(self.num_sectors + 2) * each.blocks_per_sector for each in allocators]
         num_tokens = [n * each.tokens_per_page for n, each in zip(blocks, allocators, strict=True)]
         windows = [getattr(each, "sliding_window", 0) for each in allocators]
+        self.num_cached: dict[str, int] = {}
         self.pools = make_pools(kinds, num_tokens, windows)
         self.pool_number = self.pools.number
 
@@ -173,6 +177,16 @@ class PagedTables(Tables):  # type: ignore[misc]
             tensors.append(own["cu_seq_lens_k"][name])
         self.pools.begin_step(*tensors)
         return arguments
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        num_cached = self.num_cached[request_id] = super().search_prefix_match(
+            request_id, prompt_ids
+        )
+        return num_cached  # type: ignore[no-any-return]
+
+    def free_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
+        self.num_cached.pop(request_id, None)
+        super().free_blocks(request_id, *args, **kwargs)
 
     def usage(self) -> float:
         """The share of all blocks that requests have; each that several share counts once."""
@@ -376,6 +390,11 @@ class PagedManager(Manager):  # type: ignore[misc]
         """The share of the pages that requests have; of those kept for later ones, none."""
         processor = self.batch_processor
         return 0.0 if processor is None else float(processor.cache.usage())
+
+    def num_cached(self, name: str) -> int:
+        """The tokens of a request's prompt that were in the pools already."""
+        processor = self.batch_processor
+        return 0 if processor is None else processor.cache.num_cached.get(name, 0)
 
     @property
     def failure(self) -> Exception | None:

@@ -34,6 +34,8 @@ class TextEvent:
     end_reason: str | Exception | None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """Of the tokens since the event before, if the request asks for them."""
+    num_tokens: int = 0
+    """Those since the event before."""
 
 
 class SequenceRequest(NamedTuple):
@@ -61,6 +63,7 @@ class RequestStream:
         self._tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
         self.start, self.first_token_s = time.monotonic(), 0.0
         self._sequences, self._on_gap = sequences, on_gap
+        self.num_reasoning = 0  # tokens
         self.generations = [
             self._generation(index, sequence) for index, sequence in enumerate(sequences)
         ]
@@ -75,6 +78,7 @@ class RequestStream:
         )
         logprobs: list[TokenLogprob] = []  # of tokens whose text is not posted yet
         token_s = 0.0  # when the last one came
+        num_tokens = 0  # since the last event
 
         def echo() -> None:
             nonlocal has_echo
@@ -84,7 +88,7 @@ class RequestStream:
             has_echo = False
 
         def on_token(token: int) -> bool:
-            nonlocal token_s
+            nonlocal token_s, num_tokens
             before_s, token_s = token_s, time.monotonic()
             if before_s:
                 self._on_gap(token_s - before_s)
@@ -94,16 +98,19 @@ class RequestStream:
                 return True
             if generation.sampler.logprob is not None:
                 logprobs.append(generation.sampler.logprob)
+            num_tokens += 1
             if text := detokenizer.add(token):
-                self._post(TextEvent(index, text, None, logprobs.copy()))
+                self._post(TextEvent(index, text, None, logprobs.copy(), num_tokens))
                 logprobs.clear()
+                num_tokens = 0
             return not detokenizer.is_stopped
 
         def on_end(reason: str | Exception) -> None:
             if has_echo and generation.new_tokens:  # of which the first ends sequences
                 echo()
             is_text = not (is_prompt_alone or isinstance(reason, Exception))
-            self._post(TextEvent(index, detokenizer.flush() if is_text else "", reason, logprobs))
+            text = detokenizer.flush() if is_text else ""
+            self._post(TextEvent(index, text, reason, logprobs, num_tokens))
 
         generation = Generation(prompt, params, on_token, on_end, end_tokens, grammar)
         return generation
@@ -142,10 +149,10 @@ class RequestStream:
                 pinged_s = time.monotonic()
         self._events.put_nowait(None)
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """The number of tokens so far, as OpenAI's API reports it."""
-        prompts = {id(item.prompt): len(item.prompt) for item in self._sequences}  # choices share
-        num_prompt = sum(prompts.values())
+        first = {id(item.prompt): item for item in reversed(self.generations)}  # choices share it
+        num_prompt = sum(len(item.prompt) for item in first.values())
         num_new = sum(
             min(len(item.new_tokens), sequence.params.max_tokens)
             for item, sequence in zip(self.generations, self._sequences, strict=True)
@@ -154,4 +161,8 @@ class RequestStream:
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new,
             "total_tokens": num_prompt + num_new,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(item.num_cached for item in first.values())
+            },
+            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning},
         }

@@ -1,7 +1,7 @@
 """The answers of OpenAI's API: whole, in chunks of a stream, or an error.
 
 builder = ResponseBuilder("llama", "5", request, 1, tokenizer)
-return await whole_response(stream, message_pieces(events, parsers), builder)
+return await whole_response(stream, message_pieces(stream, events, parsers), builder)
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ResponseBuilder:
         }
 
     def whole(
-        self, choices: Sequence[Sequence[MessagePiece]], usage: dict[str, int]
+        self, choices: Sequence[Sequence[MessagePiece]], usage: dict[str, Any]
     ) -> dict[str, Any]:
         """The body of a response that is not a stream, of the pieces of each choice."""
         kind = "chat.completion" if self._is_chat else "text_completion"
@@ -78,13 +78,13 @@ class ResponseBuilder:
         pieces = [MessagePiece(index, roles, [], None) for index in range(len(self._offsets))]
         return [self._chunk([self._choice(each, "delta")]) for each in pieces if self._is_chat]
 
-    def add(self, piece: MessagePiece, usage: dict[str, int]) -> list[str]:
+    def add(self, piece: MessagePiece, usage: dict[str, Any]) -> list[str]:
         """The events of an addition."""
         choice = self._choice(piece, "delta", self._offsets[piece.index])
         self._offsets[piece.index] += len(piece.delta.get("content", ""))
         return [self._chunk([choice], {"usage": usage} if self.body.includes_usage_so_far else {})]
 
-    def end(self, usage: dict[str, int]) -> list[str]:
+    def end(self, usage: dict[str, Any]) -> list[str]:
         """The last events."""
         last = [self._chunk([], {"usage": usage})] if self.body.includes_usage else []
         return [*last, "data: [DONE]\n\n"]
@@ -108,15 +108,18 @@ class ResponseBuilder:
 
 
 async def message_pieces(
-    events: AsyncIterator[TextEvent], parsers: Sequence[PlainText]
+    stream: RequestStream, events: AsyncIterator[TextEvent], parsers: Sequence[PlainText]
 ) -> AsyncIterator[MessagePiece | None]:
-    """The additions of each event to the message of its choice, by that choice's parser."""
+    """The additions of each event to the message of its choice, by that choice's parser. Counts the
+    tokens of reasoning in the stream."""
     held: list[list[TokenLogprob]] = [[] for _ in parsers]  # of text that is in no delta yet
+    num_held = [0] * len(parsers)
     callers = set()
     async for event in events:
         index, end_reason = event.index, event.end_reason
         deltas = parsers[index].feed(event.text) if event.text else []
         held[index] += event.logprobs
+        num_held[index] += event.num_tokens
         reasons: list[str | None] = [None]
         if end_reason is not None:
             deltas = [*deltas, *parsers[index].finish()] or [{}]
@@ -125,8 +128,9 @@ async def message_pieces(
             is_call = end_reason == "stop" and index in callers
             reasons = ["tool_calls" if is_call else str(end_reason)]
         for delta, reason in zip(deltas, [*[None] * (len(deltas) - 1), *reasons], strict=False):
+            stream.num_reasoning += num_held[index] * ("reasoning_content" in delta)
             yield MessagePiece(index, delta, held[index], reason)
-            held[index] = []
+            held[index], num_held[index] = [], 0
         if not deltas:
             yield None
 

@@ -138,7 +138,7 @@ class ItemBuilder(ResponseBuilder):
         }
 
     def whole(
-        self, choices: Sequence[Sequence[MessagePiece]], usage: dict[str, int]
+        self, choices: Sequence[Sequence[MessagePiece]], usage: dict[str, Any]
     ) -> dict[str, Any]:
         for piece in choices[0]:
             self.add(piece, usage)
@@ -151,7 +151,7 @@ class ItemBuilder(ResponseBuilder):
             for name in ("response.created", "response.in_progress")
         ]
 
-    def add(self, piece: MessagePiece, usage: dict[str, int]) -> list[str]:
+    def add(self, piece: MessagePiece, usage: dict[str, Any]) -> list[str]:
         events = []
         for name, kind in TEXTS.items():
             if text := piece.delta.get(name):
@@ -163,16 +163,16 @@ class ItemBuilder(ResponseBuilder):
             self._response["incomplete_details"] = {"reason": "max_output_tokens"}
         return events
 
-    def end(self, usage: dict[str, int]) -> list[str]:
+    def end(self, usage: dict[str, Any]) -> list[str]:
         response = self._response
         is_cut = response["status"] == "incomplete"
         events = self._close("incomplete" if is_cut else "completed")
         response["status"] = "incomplete" if is_cut else "completed"
         response["usage"] = {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
         }
         return [*events, self._event(f"response.{response['status']}", response=response)]

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from drumline.serving.grammar import GrammarCompiler
 from drumline.serving.sampling import Grammar, SamplingParams
 from drumline.serving.scheduler import BatchScheduler, Generation, ServerStopping, ServingLimits
 from drumline.strategies.with_model import read_model_tokenizer
+
+LOAD_S = 0.1  # between two looks at the load
 
 
 def serve_front(
@@ -92,6 +95,7 @@ class RankWorker:
         self._read_tokenizer = read_tokenizer
         self._send_lock = threading.Lock()
         self._running: dict[int, Generation] = {}
+        self._load_s = -LOAD_S  # when the load was sent
         self._failure: PeerLost | None = None
         self._scheduler = BatchScheduler(model, limits, self._fail)
 
@@ -126,6 +130,14 @@ class RankWorker:
         with contextlib.suppress(OSError), self._send_lock:  # the front has left
             self._connection.sendall(to_line(message))
 
+    def _load(self) -> Message:
+        """The load, for a message, unless it was sent a moment ago."""
+        now = time.monotonic()
+        if now - self._load_s < LOAD_S:
+            return {}
+        self._load_s = now
+        return {"load": self._scheduler.load}
+
     def _receive(self, message: Message) -> None:
         if "cancel" in message:
             if item := self._running.pop(message["cancel"], None):
@@ -146,10 +158,10 @@ class RankWorker:
         self, id: int, prompt: list[int], new_tokens: list[int], params: Any, schema: Any
     ) -> None:
         def on_token(token: int) -> bool:
-            logprob, load = item.sampler.logprob, self._scheduler.load
-            scores = item.prompt_logprobs if len(item.new_tokens) == 1 else []
-            message = {"id": id, "token": token, "logprob": logprob, "load": load}
-            self._send({**message, "prompt_logprobs": scores})
+            message = {"id": id, "token": token, "logprob": item.sampler.logprob, **self._load()}
+            if len(item.new_tokens) == 1:
+                message |= {"prompt_logprobs": item.prompt_logprobs, "num_cached": item.num_cached}
+            self._send(message)
             return True
 
         def on_end(reason: str | Exception) -> None:

@@ -7,7 +7,8 @@ scheduler.suspend()                   # a rank has failed: what is open waits fo
 
 Messages are JSON. To rank 0: {"start": [sequence, ...]}, and {"cancel": id}, for sequences that end
 here alone: at a stop string, or without a client. From it: {"id", "token", "logprob", "load",
-"prompt_logprobs"}, and {"id", "error"} for what would be an error on any ranks.
+"prompt_logprobs", "num_cached"}, the last three at times, and {"id", "error"} for what would be an
+error on any ranks.
 """
 
 from __future__ import annotations
@@ -32,11 +33,21 @@ class RemoteScheduler(Scheduler):
     def __init__(self, limits: ServingLimits, on_loss: Callable[[PeerLost], Any]) -> None:
         super().__init__(limits, on_loss)
         self._send: Callable[[Message], Any] | None = None
+        self._load = Load(limits.max_running)  # the last that was sent
 
     @property
     def is_restarting(self) -> bool:  # type: ignore[override]
         """True while there are no ranks to continue what is open."""
         return self._send is None
+
+    @property
+    def num_running(self) -> int:
+        return 0 if self.is_restarting else min(len(self._open), self._load.num_running)
+
+    @property
+    def load(self) -> Load:
+        usage = self._load.pool_usage if self.num_running else 0.0
+        return Load(self.num_running, self._load.largest_batch, usage)
 
     def _start(self, sequences: dict[int, Generation]) -> None:
         if self._send is not None and sequences:
@@ -59,11 +70,13 @@ class RemoteScheduler(Scheduler):
 
     def _append(self, item: Generation, message: Message) -> None:
         self.num_new_tokens += 1
-        load = Load(*message["load"])
-        self._load = load._replace(largest_batch=max(load.largest_batch, self._load.largest_batch))
+        if "load" in message:
+            load, largest = Load(*message["load"]), self._load.largest_batch
+            self._load = load._replace(largest_batch=max(load.largest_batch, largest))
         item.sampler.logprob = TokenLogprob.from_json(message["logprob"])
-        scores = map(TokenLogprob.from_json, message["prompt_logprobs"])
+        scores = map(TokenLogprob.from_json, message.get("prompt_logprobs", ()))
         item.prompt_logprobs += filter(None, scores)
+        item.num_cached = message.get("num_cached", item.num_cached)
         item.append(message["token"])
 
     def resume(self, info: Message, send: Callable[[Message], Any]) -> None:

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from drumline.serving.scheduler import ServingLimits
+from drumline.serving.scheduler import PAGE_SIZE, ServingLimits
 from tests.drumline.serving.conftest import expected, respond
 
 for package in ("fastapi", "prometheus_client"):
@@ -15,6 +15,7 @@ for package in ("fastapi", "prometheus_client"):
 app = importlib.import_module("drumline.serving.app")
 responses = importlib.import_module("drumline.serving.answers.responses")
 MessagePiece = importlib.import_module("drumline.serving.answers.response_writer").MessagePiece
+message_parser = importlib.import_module("drumline.serving.answers.message_parser")
 ApiError = importlib.import_module("drumline.serving.protocol").ApiError
 
 CALL = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
@@ -60,6 +61,22 @@ def test_a_response_is_the_answer_of_the_chat(plain, service):
         assert "".join(deltas) == part["text"] and len(deltas) > 1
 
 
+def test_usage_tells_of_what_was_cached_and_of_reasoning(service, monkeypatch):
+    """Both were 0, whatever was computed."""
+
+    class Reasoning(message_parser.PlainText):
+        def feed(self, text):
+            return [{"reasoning_content": text}]
+
+    parsers = iter((message_parser.PlainText(), Reasoning()))
+    monkeypatch.setattr(app, "message_parser", lambda *_: next(parsers))
+    text = " ".join(str(3 + n % 50) for n in range(2 * PAGE_SIZE + 1))
+    for num_cached, num_reasoning in ((0, 0), (2 * PAGE_SIZE, 6)):
+        usage = ask(service, input=text, logit_bias={"30": 100})[1]["usage"]
+        assert usage["input_tokens_details"] == {"cached_tokens": num_cached}
+        assert usage["output_tokens_details"] == {"reasoning_tokens": num_reasoning}
+
+
 def builder_of(**fields):
     body = json.dumps({"model": "llama", "input": "5", **fields}).encode()
     protocol = responses.protocol
@@ -75,6 +92,7 @@ def test_reasoning_text_and_calls_are_items_of_their_own():
         {"tool_calls": [{"index": 0, "id": "c1", "function": function}]},
     ]
     usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    usage |= {"prompt_tokens_details": {}, "completion_tokens_details": {}}
     MessagePiece = importlib.import_module("drumline.serving.answers.response_writer").MessagePiece
     pieces = [MessagePiece(0, delta, [], None) for delta in deltas]
     pieces.append(MessagePiece(0, {}, [], "tool_calls"))

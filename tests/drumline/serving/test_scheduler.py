@@ -91,7 +91,10 @@ def test_a_beginning_that_is_shared_is_computed_once_also_after_its_first_sequen
     with scheduling(loaded) as (scheduler, sizes):
         (first,) = submit(scheduler, Client(prompts[0]))
         texts = [first.tokens()]
-        texts += [client.tokens() for client in submit(scheduler, *map(Client, prompts[1:]))]
+        others = submit(scheduler, *map(Client, prompts[1:]))
+        texts += [client.tokens() for client in others]
+    assert first.sequence.num_cached == 0
+    assert {client.sequence.num_cached for client in others} == {len(beginning)}
     assert texts == [alone(plain, prompt) for prompt in prompts]
     assert sum(sizes) == len(beginning) + 20 * 9
 
