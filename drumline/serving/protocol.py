@@ -219,8 +219,15 @@ class CompletionRequest(GenerationRequest):
 class TextPart(ApiObject):
     model_config = ConfigDict(extra="ignore")  # cache_control, annotations
 
-    type: Literal["text"]
+    type: str
     text: str
+
+    @field_validator("type")  # type: ignore[untyped-decorator]
+    @classmethod
+    def _check_type(cls, kind: str) -> str:
+        if kind != "text":
+            raise ValueError(f"a part of the type {kind!r:.100} is not supported by this server")
+        return kind
 
 
 class ChatMessage(ApiObject):
@@ -459,7 +466,7 @@ def _validation_error(error: ValidationError) -> ApiError:
         )
     errors = error.errors()
     deepest = max(errors, key=lambda e: (len(e["loc"]), e["type"] == "extra_forbidden"))
-    field = ".".join(str(step) for step in deepest["loc"])
+    field = ".".join(str(step) for step in deepest["loc"] if "[" not in str(step))
     if deepest["type"] == "extra_forbidden":
         return invalid_request(f"{field} is not supported by this server; leave it out.", field)
     reason = deepest["msg"].removeprefix("Value error, ")

@@ -52,7 +52,7 @@ def test_the_fields_of_the_api_count_as_absent_where_they_are_null():
     ("fields", "param"),
     [
         ({"logit_bias": {"5": None}}, "logit_bias.5"),
-        ({"stop": [None]}, "stop.list[str].0"),
+        ({"stop": [None]}, "stop.0"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": None}}}, "schema"),
     ],
 )
@@ -60,6 +60,15 @@ def test_a_null_that_has_no_meaning_is_named(fields, param):
     with pytest.raises(protocol.ApiError) as caught:
         chat(**fields)
     assert caught.value.status == 400 and str(caught.value.body["error"]["param"]).endswith(param)
+
+
+def test_an_image_is_refused_by_name():
+    """The error told of a type that should be 'text', and of a field called list[TextPart]."""
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    refused = pytest.raises(protocol.ApiError, match="image_url' is not supported")
+    with refused as caught:
+        chat(messages=[{"role": "user", "content": [{"type": "text", "text": "5"}, image]}])
+    assert caught.value.body["error"]["param"] == "messages.0.content.1.type"
 
 
 def test_items_are_counted_in_what_a_user_defines_too():
