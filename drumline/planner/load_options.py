@@ -68,6 +68,7 @@ class LoadOptions:
     backend: str | None = None
     batch: int = 1
     length: int = 0
+    pass_tokens: int = 0
     cuda_graphs: bool = False
     progress: bool | None = None
     tp: int | None = None
@@ -88,7 +89,7 @@ class LoadOptions:
     on_failure: str = "raise"
 
     def __post_init__(self) -> None:
-        for name, low in (("batch", 1), ("length", 0)):
+        for name, low in (("batch", 1), ("length", 0), ("pass_tokens", 0)):
             if not isinstance(value := getattr(self, name), int) or value < low:
                 raise PlanError(
                     f"{name}={value!r} is not a number of {'sequences' if low else 'tokens'}, so "
@@ -104,6 +105,13 @@ class LoadOptions:
             raise PlanError(
                 f"on_failure={self.on_failure!r} is neither 'raise' nor 'replan'; give one of them."
             )
+
+    @property
+    def pass_batch(self) -> int:
+        """The sequences of `length` tokens whose tokens one pass runs over."""
+        if not (self.pass_tokens and self.length):
+            return self.batch
+        return min(self.batch, -(-self.pass_tokens // self.length))
 
     def check_together(self) -> None:
         """Raise PlanError for an option that would have no effect, or none that it says."""
@@ -155,6 +163,7 @@ SPLITS = "and tp= and mesh= split them; leave one of the two out."
 RULES = (
     Rule("max_memory", (WHOLE, BOTH), _unless_default("max_memory"), SPREADS),
     Rule("length", (WHOLE, BOTH), _unless_default("length"), SPREADS),
+    Rule("pass_tokens", (WHOLE, BOTH), _unless_default("pass_tokens"), SPREADS),
     Rule(
         "device",
         (SHARDED, BOTH),

@@ -51,6 +51,11 @@ class TokenMemory:
     active: dict[str, int] = field(default_factory=dict)
     error: str = ""
 
+    def of_batch(self, batch: int, measured: int) -> TokenMemory:
+        """With what so many sequences keep, of which as many as were measured are in a pass."""
+        kept = {name: -(-nbytes * batch // measured) for name, nbytes in self.kept.items()}
+        return dataclasses.replace(self, kept=kept)
+
     def warning(self, kind: type[Any]) -> str:
         return (
             f"a pass of {kind.__name__} without weights failed ({self.error}), so the plan keeps "

@@ -25,7 +25,7 @@ from drumline.contact.loading.configs import response_template
 from drumline.contact.loading.hub import is_hub_id
 from drumline.errors import CheckpointError, DrumlineError, PeerLost
 from drumline.serving.sampling import SAMPLING_FIELDS
-from drumline.serving.scheduler import ServingLimits
+from drumline.serving.scheduler import CHUNK_ON_ACCELERATOR, ServingLimits
 from drumline.strategies.load import Memory, load
 from drumline.strategies.opening import folder_on_all_ranks
 from drumline.strategies.with_model import num_positions, read_generator, read_model_tokenizer
@@ -90,6 +90,7 @@ class ServerSettings:
             dtype=self.dtype,
             batch=self.max_running,
             length=length,
+            pass_tokens=self.max_running + CHUNK_ON_ACCELERATOR[0],
             tp=self.tp,
             disable_mmap=True,  # for as long as it runs, tokens count, and files may change
             **self.load_options,

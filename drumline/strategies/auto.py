@@ -29,7 +29,9 @@ from drumline.tensor_parallel.sharded_model import own_device, shard_checkpoint
 MIN_SPEEDUP = 1.1
 """Least speedup of a sharded layer: its sums are taken in another order."""
 
-SAME_ON_ALL_RANKS = ("dtype", "batch", "length", "max_memory", "backend", "cuda_graphs")
+SAME_ON_ALL_RANKS = (
+    *("dtype", "batch", "length", "pass_tokens", "max_memory", "backend", "cuda_graphs"),
+)
 """Options that must be equal on all ranks, or these would measure and choose differently."""
 
 

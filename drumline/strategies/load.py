@@ -43,6 +43,7 @@ def load(
     backend: str | None = None,
     batch: int = 1,
     length: int = 0,
+    pass_tokens: int = 0,
     cuda_graphs: bool = False,
     progress: bool | None = None,
     tp: int | None = None,
@@ -101,6 +102,8 @@ def load(
         {0: ...}, by device of the master {"cpu": ...}, or a list by rank; what is free if not
         given, and nothing on disk.
     batch, length: of the tokens whose keys and values must fit beside the weights.
+    pass_tokens: how many of them one pass runs over at most, where sequences are batched over
+        pages; all if not given, as generate() runs over all prompts at once.
     tp, mesh: shard the layers themselves instead: every rank gets the model, and all make the same
         calls, see `MeshModel`. tp is how many ranks share one; a mesh is {"dp_replicate": 2,
         "tp": 2}, or a torch DeviceMesh, which `dp_shard` needs (its parameters are those of FSDP2).

@@ -135,9 +135,10 @@ def _plan(coor: Coordinator, mesh: Mesh, sharded: ShardedModel, options: LoadOpt
     sharded.shrink(mesh, 0)
     parts, model = profile_model(sharded.model), sharded.model
     if options.length:
-        sizes = (options.batch, options.length)
+        sizes = (options.pass_batch, options.length)
         measured = functools.partial(memory_of_model, model, parts, *sizes)
-        parts = with_tokens(parts, shared_token_memory(coor, type(model), measured))
+        memory = shared_token_memory(coor, type(model), measured)
+        parts = with_tokens(parts, memory.of_batch(options.batch, options.pass_batch))
     free_nbytes = _free_nbytes_by_stage(coor, mesh, sharded.device, options.max_memory)
     device_map: DeviceMap = run_on_all_ranks(coor, lambda: plan(parts, free_nbytes, mode))
     check_same_on_all_ranks(coor, {"plan": device_map.to_json(), **model_facts(model, model.dtype)})

@@ -12,6 +12,7 @@ WAYS = {WHOLE: {}, SHARDED: {"tp": 2}, BOTH: {"tp": 2, "device_map": "auto"}}
 GIVEN = {
     "max_memory": {"max_memory": ["1GiB", "2GiB"]},
     "length": {"length": 64},
+    "pass_tokens": {"pass_tokens": 64},
     "device": {"device": "cpu"},
     "cuda_graphs": {"cuda_graphs": True},
     "on_failure": {"on_failure": "replan"},

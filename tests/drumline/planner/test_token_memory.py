@@ -10,6 +10,7 @@ import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from drumline.contact import caches
+from drumline.planner.load_options import LoadOptions
 from drumline.planner.model_profile import build_on_meta, profile_model
 from drumline.planner.token_memory import TokenMemory, token_memory, with_tokens
 from tests.cases import soak_all
@@ -177,3 +178,20 @@ def test_a_pass_that_fails_is_told_and_nothing_is_kept():
     parts, memory = measured(Fails, config, 1, 8)
     assert "needs a GPU" in memory.warning(Fails)
     assert with_tokens(parts, memory) == parts
+
+
+def test_what_sequences_keep_is_planned_without_a_pass_over_all_of_them():
+    """A server of 135 million parameters wanted 6 GiB on each rank, for a pass over the whole
+    prompts of 32 sequences, of which it computes some hundred tokens at a time."""
+    options = LoadOptions(batch=32, length=LENGTH, pass_tokens=LENGTH + 1)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4)
+    assert options.pass_batch == 2
+    two, all_of_them = (
+        measured(transformers.LlamaForCausalLM, config, batch, LENGTH)[1] for batch in (2, 32)
+    )
+    planned = two.of_batch(options.batch, options.pass_batch)
+    assert planned.kept == all_of_them.kept
+    assert 8 * max(planned.active.values()) < max(all_of_them.active.values())
+    assert LoadOptions(batch=32, length=LENGTH).pass_batch == 32
+    assert LoadOptions(batch=2, length=1, pass_tokens=9).pass_batch == 2
