@@ -8,6 +8,8 @@ it puts in, so shards of heads and keys of another width than values need nothin
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -117,9 +119,18 @@ class PagedPool:
         if layer not in self.layers:
             num_tokens = self.shape.num_tokens[self.shape.kinds[layer]]
             with torch.inference_mode(False):  # what is made in it cannot be changed outside of it
-                made = [t.new_zeros(num_tokens, t.shape[1], t.shape[3]) for t in (keys, values)]
+                made = [_zeros(t, num_tokens, t.shape[1], t.shape[3]) for t in (keys, values)]
             self.layers[layer] = made[0], made[1]
         return self.layers[layer]
+
+
+def _zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Zeros on a tensor's device. A host gives memory for them as it is written, not before."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    nbytes = math.prod(shape) * like.itemsize
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=like.dtype).view(shape)
 
 
 def _exchange(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import signal
 import threading
@@ -16,6 +17,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 import drumline
 import launcher
 from drumline.errors import DrumlineError
+from drumline.kv_cache.paged_pool import _zeros
 from drumline.pipeline.paged_generation import PoolsOfRanks
 from tests.cases import soak
 from tests.drumline.conftest import LLAMA
@@ -411,6 +413,19 @@ def test_blocks_have_the_bytes_that_pools_take_and_a_copy_of_the_largest_layer(
     cache = plain(torch.tensor([list(range(page_size))])).past_key_values
     layers = [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
     assert on_master(path, 2, work) == sum(layers) + 2 * max(layers)
+
+
+def test_pages_take_memory_as_they_are_written():
+    """A server of a small model filled 12 GiB with zeros before its first answer."""
+
+    def resident_nbytes():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident_nbytes()
+    pages = _zeros(torch.empty(0, dtype=torch.bfloat16), 1 << 20, 8, 16)  # 256 MiB
+    pages[5] = 1
+    assert pages[5].eq(1).all() and not pages[6].any() and pages.dtype == torch.bfloat16
+    assert resident_nbytes() - before < 64 << 20
 
 
 def test_a_model_whose_pages_give_other_logits_is_refused_before_it_gives_a_text(checkpoints):
