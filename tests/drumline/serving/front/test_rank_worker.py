@@ -47,7 +47,7 @@ class Client:
         self.has_ended.set()
 
     def result(self):
-        assert self.has_ended.wait(60)
+        assert self.has_ended.wait(300)
         return self.generation.new_tokens, self.reason, self.logprobs
 
 
