@@ -1,4 +1,4 @@
-"""The cost of encryption: the same calls on connections that encrypt, and that do not.
+"""The cost of encryption: the same calls on connections that encrypt, and that do not; and TLS.
 
 python -m benchmarks.encryption [--save] [--repeats 200]
 """
@@ -6,9 +6,13 @@ python -m benchmarks.encryption [--save] [--repeats 200]
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +30,17 @@ NOTE = (
     "all of the cost is seen. Median and middle half of a call on rank 0, in turns, warm, each "
     "after barriers of both ranks. `there and back`: a message and its answer. right: as without "
     "encryption. ratio: encrypted divided by plain."
+)
+ROOT = Path(__file__).parents[1]
+TLS_SOURCES = (
+    "benchmarks/tls_records.cpp",
+    "csrc/encryption/encrypted_stream.cpp",
+    "csrc/encryption/libcrypto.cpp",
+)
+TLS_NOTE = (
+    "A message and its answer between two processes over loopback, in turns: the records of "
+    "drumline, and TLS 1.3 of OpenSSL's libssl with a key that both ends have, both by "
+    "AES-256-GCM. Median and middle half. ratio: drumline divided by TLS."
 )
 Case = tuple[str, int, dict[str, Callable[[], Any]]]
 
@@ -115,6 +130,30 @@ def _call(library: Ours, operation: str, nbytes: int) -> Callable[[], torch.Tens
     return lambda: (call(), tensor)[1]
 
 
+def measure_tls(rounds: int, is_kept: bool) -> None:
+    """The table of our records beside those of TLS, where the headers of OpenSSL are installed."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "tls_records"
+        command = ["c++", "-O3", "-std=c++17", "-Icsrc", *TLS_SOURCES, "-o", program]
+        built = subprocess.run(
+            [*command, "-lssl", "-lcrypto", "-ldl"], cwd=ROOT, capture_output=True, text=True
+        )
+        if built.returncode:
+            why = "(apt install libssl-dev)" if "openssl/ssl.h" in built.stderr else built.stderr
+            print(f"TLS is left out: its program cannot be built {why}", file=sys.stderr)
+            return
+        ran = subprocess.run([program, str(rounds)], check=True, capture_output=True, text=True)
+    times = {}
+    for line in ran.stdout.splitlines():
+        nbytes, kind, *measured = line.split()
+        times[int(nbytes), kind] = spread([float(time_us) for time_us in measured])
+    table = Table("tls-records", ("bytes", "drumline (us)", "TLS (us)", "ratio"), TLS_NOTE, is_kept)
+    for nbytes in SIZES.values():
+        ours, tls = times[nbytes, "own"], times[nbytes, "tls"]
+        table.add(nbytes, ours, tls, ours.median / tls.median)
+    table.end()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=200)
@@ -129,6 +168,7 @@ def main() -> None:
         right = "yes" if is_right else "NO"
         table.add(name, right, plain, encrypted, encrypted.median / plain.median)
     table.end()
+    measure_tls(arguments.repeats, arguments.save)
 
 
 if __name__ == "__main__":

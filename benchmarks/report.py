@@ -50,7 +50,11 @@ SECTIONS = (
         "collectives collectives-4 shm-limits",
     ),
     Section(
-        "network", "Between hosts", ("network", "encryption"), ("network",), "network encryption"
+        "network",
+        "Between hosts",
+        ("network", "encryption", "tls-records"),
+        ("network",),
+        "network encryption",
     ),
     Section("calls", "The cost of a call", ("calls", "tracing"), (), "calls tracing"),
     Section("torch", "Under torch.distributed", ("torch-backend",), (), "torch-backend"),
