@@ -19,7 +19,7 @@ def test_files_that_another_process_took_leave_nothing_set_up(warm, tmp_path):
         folder = Path(sys.argv[1])
         taken = folder / "taken"
         taken.mkdir()
-        share = Share(taken, object(), from_the_end=False)
+        share = Share(taken)
         share._take(folder / "one/test_theirs.py")
         options = ["-c", "/dev/null", "--rootdir", str(folder), "--import-mode=importlib"]
         sys.exit(pytest.main([*QUIETLY, *options, str(folder)], plugins=[share]))

@@ -3,21 +3,23 @@
     python -m tests.programs.side_by_side 3 [options of pytest]
 
 Most tests of processes wait for something, so there may be twice as many as cores. What all need is
-imported once, and they are forked from that. The last of several takes the files from the
-last one on, for the tests that compute come last, and before them those that take long, so that
-none of these is the last one of all. What the first says comes at once, and that of the others
-below.
+imported once and the tests are collected once, and they are forked from that. The last of several
+takes the files from the last one on, for the tests that compute come last, and before them those
+that take long, so that none of these is the last one of all. What the first says comes at once, and
+that of the others below.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -31,20 +33,9 @@ QUIETLY = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # of plugins impo
 class Share:
     """The tests of the files that this process was the first to come to."""
 
-    def __init__(self, taken: Path, warm: WarmParent, from_the_end: bool) -> None:
-        self._taken, self._warm, self._from_the_end = taken, warm, from_the_end
+    def __init__(self, taken: Path) -> None:
+        self._taken = taken
         self._ours: dict[Path, bool] = {}
-
-    def pytest_configure(self, config: pytest.Config) -> None:
-        config.pluginmanager.register(self._warm, WARM)
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        if self._from_the_end:
-            files = [*dict.fromkeys(item.path for item in items)]
-            items.sort(
-                key=lambda item: (item.path.name in LONG, files.index(item.path)), reverse=True
-            )
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
@@ -62,38 +53,69 @@ class Share:
         return False
 
 
-def forked(count: int) -> tuple[int, list[int]]:
-    """In each of so many processes its number, and in their parent count and their pids."""
-    parent, pids = os.getpid(), []
-    for number in range(count):
-        pids.append(os.fork())
-        if not pids[-1]:
-            linux.die_with(parent)
-            random.seed()
-            return number, []
-    return count, pids
+class Processes:
+    """Forks this process once it has collected the tests: each goes on with a share of them."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._folder = count, Path(tempfile.mkdtemp(prefix="tests-"))
+        self._warm = [WarmParent(forked=True) for _ in range(count)]  # tests count their children
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        if session.testsfailed or session.config.option.collectonly:
+            return  # what could not be collected is told
+        gc.collect()
+        gc.freeze()  # what is never collected is never written to, so its pages stay shared
+        assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"
+        parent, pids = os.getpid(), []
+        for number in range(self._count):
+            pids.append(os.fork())
+            if not pids[-1]:
+                linux.die_with(parent)
+                return self._begin(number, session)
+        self._end(pids)
+
+    def _begin(self, number: int, session: pytest.Session) -> None:
+        """In a child: what it says goes into its log, except what the first says."""
+        random.seed()
+        plugins = session.config.pluginmanager
+        if number:
+            captured = plugins.get_plugin("capturemanager")
+            captured.stop_global_capturing()
+            with self._log(number).open("w") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            captured.start_global_capturing()
+            captured.suspend_global_capture()
+        plugins.register(self._warm[number], WARM)
+        plugins.register(Share(self._folder))
+        if 0 < number == self._count - 1:
+            files = [*dict.fromkeys(item.path for item in session.items)]
+            session.items.sort(
+                key=lambda item: (item.path.name in LONG, files.index(item.path)), reverse=True
+            )
+
+    def _end(self, pids: list[int]) -> NoReturn:
+        """In the parent: ends with the code of the one that failed."""
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        self.close()
+        for number in range(1, self._count):
+            sys.stdout.write(self._log(number).read_text())
+        sys.stdout.flush()
+        shutil.rmtree(self._folder)
+        os._exit(max(map(abs, codes)))
+
+    def close(self) -> None:
+        for warm in reversed(self._warm):  # each has the doors of those before it
+            warm.close()
+
+    def _log(self, number: int) -> Path:
+        return self._folder / f"{number}.log"
 
 
 def main(count: int, options: list[str]) -> int:
     prepare()
-    folder = Path(tempfile.mkdtemp(prefix="tests-"))
-    logs = [folder / f"{number}.log" for number in range(1, count)]
-    parents = [WarmParent(forked=True) for _ in range(count)]  # ours: tests count their children
-    number, pids = forked(count)
-    if number < count:
-        share = Share(folder, parents[number], from_the_end=0 < number == count - 1)
-        if number:
-            with logs[number - 1].open("w") as log:
-                os.dup2(log.fileno(), 1)
-                os.dup2(log.fileno(), 2)
-        return pytest.main([*QUIETLY, *options], plugins=[share])
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    for warm in reversed(parents):  # each has the doors of those before it
-        warm.close()
-    for log in logs:
-        sys.stdout.write(log.read_text())
-    shutil.rmtree(folder)
-    return max(map(abs, codes))
+    return pytest.main([*QUIETLY, *options], plugins=[Processes(count)])
 
 
 if __name__ == "__main__":
