@@ -63,6 +63,8 @@ class Timings(ConnectionTimings):
     # Backend launchers: torchrun, mpiexec, srun.
     # Longer than people take to start a command on every node; --timeout replaces it.
     node_wait_s: float = 300.0
+    # Longer than the first machine's command takes from its start until it listens.
+    node_join_s: float = 60.0
     # Longer than a line about the awaited nodes takes to read.
     node_status_s: float = 5.0
     # Longer than a lost first packet of a connection takes to be sent again, 1 s (RFC 6298).

@@ -15,7 +15,11 @@ from drumline.checkpoint.headers.gguf_header import read_gguf_header
 from drumline.checkpoint.json_files import check_has_config, check_regular_files, read_json
 from drumline.checkpoint.safetensors_index import Index, read_index
 from drumline.contact.loading import configs
-from drumline.contact.loading.models import class_from_code
+from drumline.contact.loading.models import (
+    ANY_MODEL,
+    causal_class_reference,
+    class_from_code,
+)
 from drumline.contact.releases import installed
 from drumline.errors import CheckpointError, blamed_on_file
 
@@ -105,7 +109,7 @@ def remote_class(folder: Path, config: Any) -> type[Any] | None:
     auto_map, names = getattr(config, "auto_map", None) or {}, config.architectures or ()
     references = {key: str(value) for key, value in auto_map.items() if key != "AutoConfig"}
     named = [ref for ref in references.values() if ref.rpartition(".")[2] in names]
-    reference = next(iter(named), None if names else references.get("AutoModelForCausalLM"))
+    reference = next(iter(named), None if names else causal_class_reference(references))
     return class_from_code(reference, folder) if reference else None
 
 
@@ -173,7 +177,7 @@ def _check_no_pickles(folder: Path, content: Mapping[str, Any]) -> None:
     if pickles and not any(folder.glob("*.safetensors")):
         names = content.get("architectures")
         name = names[0] if isinstance(names, list) and names else None
-        kind = name if isinstance(name, str) and name.isidentifier() else "AutoModel"
+        kind = name if isinstance(name, str) and name.isidentifier() else ANY_MODEL
         code = (
             f"from transformers import {kind} as M; "
             f"M.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"

@@ -25,10 +25,20 @@ KV_SHARING_FLAGS = ("is_kv_shared_layer", "store_full_length_kv")
 
 
 def model_class(config: Any) -> type[Any]:
-    """The class that wrote the checkpoint, by its name in config.json; else by its model type."""
+    """The class that wrote the checkpoint, by its name in config.json; otherwise by its type.
+
+    Raises CheckpointError where there is none, or the two contradict each other.
+    """
     names = getattr(config, "architectures", None) or []
     for name in names if isinstance(names, list) else []:
-        if cls := models.model_class_named(str(name)):
+        cls = models.model_class_named(str(name))
+        if cls is not None and not models.is_made_for(cls, config):
+            raise CheckpointError(
+                f"config.json names the architecture {name} and the type {config.model_type!r}, "
+                "which do not belong together, so it is unknown which model was saved; take the "
+                "config.json that was saved with these files."
+            )
+        if cls is not None:
             return cls
     if cls := models.model_class_of(config):
         return cls

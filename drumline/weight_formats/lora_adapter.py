@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,17 +38,21 @@ from drumline.errors import CheckpointError
 
 PREFIX = "base_model.model."
 FACTORS = re.compile(r"(.*)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
-UNSUPPORTED = (
-    "use_dora",
-    "alora_invocation_tokens",
-    "lora_bias",
-    "trainable_token_indices",
-    "target_parameters",
-    "layer_replication",
-    "use_qalora",
-    "arrow_config",
+UNDERSTOOD = (
+    *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "bias"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("modules_to_save", "fan_in_fan_out", "init_lora_weights"),
 )
-"""Fields of adapter_config.json that change what a weight becomes, or which there are."""
+"""Fields of adapter_config.json that are followed here; peft sets fan_in_fan_out by the layer."""
+OF_TRAINING = (
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("inference_mode", "lora_dropout", "megatron_core", "megatron_config", "runtime_config"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
+    *("ensure_weight_tying",),
+)
+"""Fields that change nothing of what a trained adapter does. With any other one it is refused."""
+BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights that leave the weights of the model alone: pissa does not."""
 DEFAULTS = {"r": 8, "lora_alpha": 8}
 """Values of peft's LoraConfig."""
 PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
@@ -87,20 +91,38 @@ def num_match_steps(pattern: str, length: int) -> int:
     return steps
 
 
-def _is_target(module: str, targets: Any) -> bool:
-    """True if peft takes the module for one of its targets: names, their ends, or a pattern.
+def _is_target(module: str, settings: Mapping[str, Any]) -> bool:
+    """True if peft takes the module for one of an adapter's targets; check_target_module_exists."""
+    saved, layers = settings.get("modules_to_save") or [], settings.get("layers_to_transform")
+    is_saved = any(f".{name}." in f".{module}." for name in saved)
+    if is_saved or _matches(module, settings.get("exclude_modules") or []):
+        return False
+    if layers in (None, []):
+        return _matches(module, settings["target_modules"], otherwise=True)
+    patterns = settings.get("layers_pattern") or [r"[^.]*"]
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    numbers = (re.match(rf"(?:^|.*?\.){name}\.(\d+)\.", module) for name in patterns)
+    number = next(filter(None, numbers), None)
+    chosen = layers if isinstance(layers, list) else [layers]
+    return bool(
+        number and int(number[1]) in chosen and _matches(module, settings["target_modules"])
+    )
 
-    Also for a pattern that may take long to match, with which it is not compared.
+
+def _matches(module: str, names: Any, otherwise: bool = False) -> bool:
+    """True for one of these names, the end of one, or a pattern.
+
+    otherwise: for a pattern that may take long to match, with which it is not compared.
     """
-    if isinstance(targets, list):
-        return any(f".{module}".endswith(f".{target}") for target in targets)
-    if not NOT_LITERAL & {*targets} or targets == ALL_LINEAR:
-        return targets in (module, ALL_LINEAR)
+    if isinstance(names, list):
+        return any(f".{module}".endswith(f".{name}") for name in names)
+    if not NOT_LITERAL & {*names} or names == ALL_LINEAR:
+        return names in (module, ALL_LINEAR)
     try:
-        is_cheap = num_match_steps(targets, len(module)) <= MAX_MATCH_STEPS
-        return not is_cheap or bool(re.fullmatch(targets, module))
+        is_cheap = num_match_steps(names, len(module)) <= MAX_MATCH_STEPS
+        return bool(re.fullmatch(names, module)) if is_cheap else otherwise
     except FieldError:
-        return True
+        return otherwise
 
 
 def _is_list_of_names(value: Any) -> bool:
@@ -194,7 +216,7 @@ class LoraAdapter:
         index: Index,
     ) -> MergedWeight:
         module_name = name.removesuffix(".weight")
-        if not _is_target(module_name, self.settings["target_modules"]):
+        if not _is_target(module_name, self.settings):
             raise self._error(f"has an update of {name}, which its target_modules do not name")
         module = model.get_submodule(module_name)
         shape = tuple(model.get_parameter(name).shape)
@@ -250,8 +272,12 @@ class LoraAdapter:
 
         Also for settings that no adapter can have.
         """
-        kind = self.settings.get("peft_type")
-        surplus = [name for name in UNSUPPORTED if self.settings.get(name)]
+        kind, fields = self.settings.get("peft_type"), {*UNDERSTOOD, *OF_TRAINING}
+        surplus = sorted(
+            name for name in self.settings if self.settings[name] and name not in fields
+        )
+        if (beginning := self.settings.get("init_lora_weights")) not in BEGINNINGS:
+            surplus.append(f"init_lora_weights={beginning!r:.60}")
         if kind != "LORA" or surplus:
             raise self._error(f"is an adapter of the kind {' '.join([str(kind), *surplus]):.200}")
         try:
@@ -266,14 +292,33 @@ class LoraAdapter:
 
     def _check_words(self) -> None:
         targets, saved = self.settings.get("target_modules"), self.settings.get("modules_to_save")
-        if not _is_list_of_names(targets) and not isinstance(targets, str):
-            raise FieldError(f"target_modules={targets!r:.60} is neither names nor a pattern")
-        if isinstance(targets, str) and len(targets) <= MAX_PATTERN_CHARS:
-            _compiled(targets)
+        excluded = self.settings.get("exclude_modules") or []
+        for name, value in (("target_modules", targets), ("exclude_modules", excluded)):
+            if not _is_list_of_names(value) and not isinstance(value, str):
+                raise FieldError(f"{name}={value!r:.60} is neither names nor a pattern")
+            if isinstance(value, str) and len(value) <= MAX_PATTERN_CHARS:
+                _compiled(value)
+        if isinstance(excluded, str):
+            self._count_steps("exclude_modules", [excluded])
         if saved is not None and not _is_list_of_names(saved):
             raise FieldError(f"modules_to_save={saved!r:.60} is not a list of names")
         if (bias := self.settings.get("bias", "none")) not in BIASES:
             raise FieldError(f"bias={bias!r:.60} is none of {', '.join(BIASES)}")
+        self._check_layers(targets)
+
+    def _check_layers(self, targets: Any) -> None:
+        layers = self.settings.get("layers_to_transform")
+        patterns = self.settings.get("layers_pattern") or []
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        numbers = [] if layers is None else layers if isinstance(layers, list) else [layers]
+        if not all(type(number) is int for number in numbers):
+            raise FieldError(f"layers_to_transform={layers!r:.60} is not numbers of layers")
+        if not _is_list_of_names(patterns) or not all(map(str.isidentifier, patterns)):
+            raise FieldError(f"layers_pattern={patterns!r:.60} is not the name of a list of layers")
+        if patterns and not numbers:
+            raise FieldError("layers_pattern stands without layers_to_transform")
+        if numbers and isinstance(targets, str):
+            raise FieldError(f"layers_to_transform={layers!r:.60} stands beside a pattern of names")
 
     def _check_numbers(self) -> None:
         for name, default in DEFAULTS.items():
@@ -282,17 +327,22 @@ class LoraAdapter:
             raise FieldError(
                 f"use_rslora={self.settings['use_rslora']!r:.60} is neither true nor false"
             )
-        longest = max(map(len, self.files.index), default=0)
-        num_modules, num_steps = len(self.files.index) // 2 + 1, 0
         for name, field in PATTERNS.items():
             by_pattern = self.settings.get(name, {})
             if not isinstance(by_pattern, dict):
                 raise FieldError(f"{name}={by_pattern!r:.60} is not an object")
             for pattern, value in by_pattern.items():
                 ADAPTER[field].check(value, f"{name}[{pattern!r:.60}]")
-                num_steps += num_modules * num_match_steps(pattern, longest)
-                if num_steps > MAX_MATCH_STEPS:
-                    raise FieldError(f"{name} takes too long to match, up to {pattern!r:.60}")
+            self._count_steps(name, by_pattern)
+
+    def _count_steps(self, name: str, patterns: Iterable[str]) -> None:
+        """Raise FieldError if these patterns take long to match with the names of all modules."""
+        longest = max(map(len, self.files.index), default=0)
+        num_modules, num_steps = len(self.files.index) // 2 + 1, 0
+        for pattern in patterns:
+            num_steps += num_modules * num_match_steps(pattern, longest)
+            if num_steps > MAX_MATCH_STEPS:
+                raise FieldError(f"{name} takes too long to match, up to {pattern!r:.60}")
 
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import math
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,13 +61,16 @@ class Invitation:
 
 
 class _Wait:
-    """A wait for the first node, in attempts. limit_s: None for that of every launch."""
+    """A wait for the first node, in attempts. describe: the error after limit_s, of why."""
 
     def __init__(
-        self, awaited: str, place: str, limit_s: float | None = None, first_notice_s: float = 0.0
+        self,
+        awaited: str,
+        limit_s: float,
+        describe: Callable[[str], LaunchError],
+        first_notice_s: float = 0.0,
     ) -> None:
-        self._awaited, self._place = awaited, place
-        self._limit_s = limit_s or timings.TIMINGS.node_wait_s
+        self._awaited, self._limit_s, self._describe = awaited, limit_s, describe
         self.start_s = time.monotonic()
         self._status_at = self.start_s + first_notice_s
 
@@ -77,14 +81,15 @@ class _Wait:
     def pause(self, why: str) -> None:
         """Pause before the next attempt, and tell the user why now and then.
 
-        Raises LaunchTimeout after the deadline.
+        Raises the error after the deadline.
         """
         now = time.monotonic()
         if now >= self._status_at:
             self._status_at = now + timings.TIMINGS.node_status_s
-            notice(f"waiting for {self._awaited} ({why})")
+            left_s = max(0.0, self.deadline - now)
+            notice(f"waiting for {self._awaited} ({why}), for {left_s:.0f} s at most")
         if now >= self.deadline:
-            raise too_late(self._awaited, self._place, self._limit_s, why)
+            raise self._describe(why)
         time.sleep(timings.TIMINGS.node_retry_s)
 
 
@@ -114,7 +119,9 @@ class NodeFollower:
         node, and LaunchTimeout if it cannot be reached within limit_s, or that of every launch.
         """
         awaited = missing([0], self.job.nnodes, self._place)
-        wait = _Wait(awaited, self._place, limit_s, timings.TIMINGS.node_status_s)
+        limit_s = limit_s or timings.TIMINGS.node_wait_s
+        describe = functools.partial(too_late, awaited, self._place, limit_s)
+        wait = _Wait(awaited, limit_s, describe, timings.TIMINGS.node_status_s)
         while self._end is None and (why := self._try_to_join(wait.deadline)):
             if self._stays:
                 wait.start_s = max(wait.start_s, self._heard_s)
@@ -257,12 +264,20 @@ def _introduced(channel: NodeChannel, node: NodeDescription, place: str) -> dict
 def ask_to_join(address: tuple[str, int], token: LaunchToken, node_rank: int = ASKS) -> Invitation:
     """The place that the first node gives to this one, and what to run there.
 
-    Waits for the first node as every launch does. Port 0 is the usual one. Raises LaunchError if
-    there is no place, or the token is not that node's.
+    Waits node_join_s for the first node. Port 0 is the usual one. Raises LaunchError if nothing is
+    there, if there is no place, or the token is not that node's.
     """
     address = address[0], address[1] or ports.NODES_PORT
-    place = endpoint(*address)
-    wait = _Wait(f"the first node at {place}", place)
+    place, limit_s = endpoint(*address), timings.TIMINGS.node_join_s
+
+    def describe(why: str) -> LaunchError:
+        return LaunchError(
+            f"no first machine of a launch was at {place} within {limit_s:g} s ({why}): its "
+            "command has ended, or was not started yet. Start it there, and type the same here "
+            f"again; or check that a firewall lets this machine reach {place}. Nothing was started."
+        )
+
+    wait = _Wait(f"the first node at {place}", limit_s, describe)
     while True:
         try:
             with connected_to_first(address, token, wait.deadline) as channel:

@@ -9,8 +9,10 @@ import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Callable
 from typing import Any
 
+from launcher.errors import Failure
 from launcher.launch_info import LaunchInfo
 from launcher.local import fork_server, fork_server_exec
 from launcher.local.fork_server import ForkPlan
@@ -36,11 +38,18 @@ class ForkServerHandle:
             self.popen = fork_server_exec.spawn(plan)
             self.pid = self.popen.pid
 
-    def supervise(self, infos: list[LaunchInfo], watch: LaunchWatch | None = None) -> list[Any]:
+    def supervise(
+        self,
+        infos: list[LaunchInfo],
+        watch: LaunchWatch | None = None,
+        on_failure: Callable[[Failure], object] = lambda _: None,
+    ) -> list[Any]:
         """Each rank's result, or LaunchError; no process of the launch is left then."""
         was_subreaper = linux.set_subreaper(True)
         try:
-            supervisor = Supervisor(self.job, infos, self.pipes, self.output, self.pid, watch)
+            supervisor = Supervisor(
+                self.job, infos, self.pipes, self.output, self.pid, watch, on_failure
+            )
             return supervisor.run(self.reap)
         finally:
             self.reap()

@@ -57,7 +57,13 @@ def launch_local(
         output.close()
         raise
     _close(plan)
-    return server.supervise([setup.info for setup in plan.ranks], watch)
+    infos = [setup.info for setup in plan.ranks]
+    if job.node_rank == 0:
+        return server.supervise(infos, watch)
+    from launcher.external.failed_rank import told_to_rank_0  # nor this
+
+    with told_to_rank_0(job) as tell:
+        return server.supervise(infos, watch, tell)
 
 
 def _check_open_files(job: Job) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher import errors, timings
-from launcher.errors import signal_name
+from launcher.errors import Failure, signal_name
 from launcher.job import Job
 from launcher.launch_info import LaunchInfo
 from launcher.local.launch_watch import LaunchWatch
@@ -57,8 +57,9 @@ class Supervisor:
         output: Output,
         server_pid: int,
         watch: LaunchWatch | None = None,
+        on_failure: Callable[[Failure], object] = lambda _: None,
     ) -> None:
-        self.job = job
+        self.job, self.on_failure = job, on_failure
         self.ranks = [LaunchedRank(info) for info in infos]
         self.watch = watch
         self.pipes = pipes
@@ -137,8 +138,10 @@ class Supervisor:
 
     def _on_failure(self, rank: LaunchedRank) -> None:
         """End the other ranks, the first one's failure being known, unless one outlives it."""
-        if self.watch is not None and not self.is_ending:
-            self.watch.report(rank.failure(self.began_s))
+        if not self.is_ending:
+            self.on_failure(rank.failure(self.began_s))
+            if self.watch is not None:
+                self.watch.report(rank.failure(self.began_s))
         if not self._is_outlived(rank):
             self._end_ranks(timings.TIMINGS.failure_grace_s)
         elif not rank.was_outlived:

@@ -8,7 +8,7 @@ import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ import torch
 from torch import nn
 
 from drumline.contact import transformers_api as api
+
+ANY_MODEL = "AutoModel"
+"""The class by which a script loads a model of a kind that its checkpoint does not name."""
 
 
 def model_class_named(name: str) -> type[Any] | None:
@@ -34,6 +37,19 @@ def model_class_of(config: Any) -> type[Any] | None:
         mappings = [api.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING]
     kinds = next((m[type(config)] for m in [*mappings, api.MODEL_MAPPING] if type(config) in m), ())
     return next(iter(kinds), None) if isinstance(kinds, (list, tuple)) else kinds
+
+
+def is_made_for(cls: type[Any], config: Any) -> bool:
+    """True if a class of models takes this type of config, or that of a part of it."""
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    takes = getattr(cls, "config_class", None)
+    fits = takes is None or any(isinstance(part, takes) for part in parts)
+    return fits or cls is model_class_of(config)
+
+
+def causal_class_reference(auto_map: Mapping[str, str]) -> str | None:
+    """The class for language models that a checkpoint's own code has, as its auto_map says."""
+    return auto_map.get("AutoModelForCausalLM")
 
 
 def class_from_code(reference: str, folder: Path) -> type[Any]:

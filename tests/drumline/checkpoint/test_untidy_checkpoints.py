@@ -159,6 +159,14 @@ def test_the_class_of_a_config_that_names_none_is_that_of_the_auto_models(kind, 
     assert model_class(config) is expected
 
 
+@pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "BertModel"])
+def test_an_architecture_of_another_type_is_an_error(name):
+    """transformers makes the model of the type then, with random weights where none are stored."""
+    config = transformers.GemmaConfig(architectures=[name])
+    with pytest.raises(drumline.CheckpointError, match=f"{name} and the type 'gemma', which do"):
+        model_class(config)
+
+
 def test_a_type_without_a_model_is_an_error():
     config = transformers.CLIPSegTextConfig(architectures=["Nothing"])
     with pytest.raises(drumline.CheckpointError, match=r"architectures \['Nothing'\] and the type"):

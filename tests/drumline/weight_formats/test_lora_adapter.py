@@ -186,6 +186,8 @@ def loading(path, adapters, **options):
     ("settings", "targets", "problem"),
     [
         ({"use_dora": True}, ("q_proj",), "LORA use_dora"),
+        ({"of_tomorrow": {"a": 1}}, ("q_proj",), "LORA of_tomorrow"),
+        ({"init_lora_weights": "pissa_niter_4"}, ("q_proj",), "init_lora_weights='pissa_niter_4'"),
         ({"peft_type": "IA3"}, ("q_proj",), "IA3"),
         ({}, ("c_attn",), "no place"),
     ],
@@ -295,6 +297,17 @@ LIES = [
     ({"target_modules": "\ud800"}, "q_proj.weight, which its target_modules do not name"),
     ({"target_modules": "("}, "'\\(' is not a pattern"),
     ({"modules_to_save": 7}, "modules_to_save=7 is not a list"),
+    ({"exclude_modules": 3}, "exclude_modules=3 is neither"),
+    ({"exclude_modules": "((a+)+)+!"}, "not a plain pattern"),
+    ({"exclude_modules": ["q_proj"]}, "q_proj.weight, which its target_modules do not name"),
+    ({"exclude_modules": r".*\.2\..*"}, "layers.2.self_attn.q_proj.weight, which its target"),
+    ({"layers_to_transform": "0"}, "layers_to_transform='0' is not numbers"),
+    ({"layers_to_transform": [True]}, "layers_to_transform=.* is not numbers"),
+    ({"layers_to_transform": [0]}, "layers.1.self_attn.q_proj.weight, which its target_modules"),
+    ({"layers_to_transform": 0, "layers_pattern": "h"}, "layers.0.self_attn.q_proj.weight, which"),
+    ({"layers_to_transform": 0, "layers_pattern": "(a+)+"}, "layers_pattern=.* is not the name"),
+    ({"layers_pattern": "layers"}, "layers_pattern stands without"),
+    ({"layers_to_transform": 0, "target_modules": ".*"}, "stands beside a pattern of names"),
     ({"bias": "some"}, "bias='some' is none of"),
     ({"bias": None}, "bias=None is none of"),  # which peft refuses, too
     ({"alpha_pattern": None}, "alpha_pattern=None is not an object"),
@@ -396,6 +409,22 @@ def test_patterns_name_the_modules_that_peft_takes_them_for(adapter_of, pattern)
     for name, scaling in scalings.items():
         module = name.partition(".weight")[0]
         assert scaling == (3 if key([pattern], module) == pattern != module else 9) / 4, name
+
+
+SUBSETS = [
+    {"layers_to_transform": [*range(6)], "layers_pattern": ["h", "layers"]},
+    {"layers_to_transform": [0, 1, 2, 3, 4, 5]},
+    {"exclude_modules": ["down_proj", "attn"]},
+    {"exclude_modules": r".*\.down_proj"},
+    {"layers_to_transform": [], "modules_to_save": ["lm_head", "_proj"]},
+]
+
+
+@pytest.mark.parametrize("settings", SUBSETS)
+def test_an_adapter_for_some_modules_is_taken_where_these_have_its_factors(adapter_of, settings):
+    """peft left out what settings exclude, and it was merged here: other weights, silently."""
+    _, index = adapter_of(settings)
+    assert sum(isinstance(weight, MergedWeight) for weight in index.values()) == 12
 
 
 def test_one_pattern_for_each_module_is_taken(adapter_of, checkpoints):

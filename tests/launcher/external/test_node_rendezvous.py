@@ -69,7 +69,7 @@ def test_a_missing_node_is_named_every_few_seconds_and_at_the_deadline(hosts):
 def test_a_node_says_that_it_waits_for_the_first(hosts):
     options = ("--master-port", "29500", "--timeout", "2.4")
     ((code, _, err),) = ends(start(hosts, 1, *options))
-    assert f"waiting for node 0 of 2 at {FIRST}:29500 (Connection refused)\n" in err
+    assert f"waiting for node 0 of 2 at {FIRST}:29500 (Connection refused), for " in err
     assert f"node 0 of 2 at {FIRST}:29500 did not come within 2.4 s (Connection refused)" in err
     assert code == 124
 
@@ -489,6 +489,16 @@ def full_listener():
         yield listener.getsockname()[1]
 
 
+def test_a_machine_that_joins_where_no_command_runs_says_so_soon(monkeypatch, capfd):
+    """It waited for five minutes for a command that had ended, and said to type the same there."""
+    quick = dataclasses.replace(timings.TIMINGS, node_join_s=0.1)
+    monkeypatch.setattr(timings, "TIMINGS", quick)
+    refused = r"no first machine .* within 0.1 s \(Connection refused\): its command has ended, or"
+    with pytest.raises(errors.LaunchError, match=refused):
+        node_follower.ask_to_join(("127.0.0.1", PORT), TOKEN)
+    assert "(Connection refused), for 0 s at most" in capfd.readouterr().err
+
+
 def test_a_name_that_no_host_can_have_is_an_error_at_once(quick):
     with pytest.raises(errors.LaunchError, match="is not a name of a host"):
         node_rendezvous.meet(dataclasses.replace(job(1), master_addr="a..b"))
@@ -498,6 +508,8 @@ def test_a_name_that_no_host_can_have_is_an_error_at_once(quick):
 
 WHO = """
 import os, sys
+if sys.argv[1:] == ["early"] and os.environ["RANK"] == "2":
+    sys.exit(7)
 from coordinator import Coordinator
 with Coordinator(timeout_s=20) as coor:
     assert os.environ["GROUP_RANK"] == str(coor.node_index)
@@ -508,12 +520,13 @@ with Coordinator(timeout_s=20) as coor:
 """
 
 
-@pytest.mark.parametrize("end", ["well", "failing"])
+@pytest.mark.parametrize("end", ["well", "failing", "early"])
 def test_our_own_launcher_starts_the_ranks_of_each_node(tmp_path, end):
-    """Of the second node's two ranks one had GROUP_RANK 0, and one 1."""
+    """Of the second node's two ranks one had GROUP_RANK 0, and one 1. And the first one waited for
+    its deadline where a rank of the second had failed before all had joined."""
     (tmp_path / "who.py").write_text(WHO)
     place = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", f"{PORT}"]
-    words = ["who.py", *[end] * (end == "failing")]
+    words = ["who.py", *[end] * (end != "well")]
     launches = [
         subprocess.Popen(
             [
@@ -529,6 +542,10 @@ def test_our_own_launcher_starts_the_ranks_of_each_node(tmp_path, end):
         for node in (0, 1)
     ]
     (first, told), (second, other) = (launch.communicate(timeout=60) for launch in launches)
+    if end == "early":
+        assert "when rank 2 (host" in told and "before all of launch" in told
+        assert launches[1].returncode == 7
+        return
     assert first.count("0 [1, 2]") == 1 and second.count("[1, 2]") == 2, told + other
     codes = [launch.returncode for launch in launches]
     assert codes == [0, 0] if end == "well" else codes[0] == 7 and codes[1] > 0

@@ -1,4 +1,7 @@
-"""A server over two hosts, of which ranks, commands and links are lost, as its clients see it."""
+"""A server over two hosts, of which ranks, commands and links are lost, as its clients see it.
+
+SOAK_STRANGER_S=600 make soak TESTS="tests/drumline/serving/front/test_nodes.py -k stranger"
+"""
 
 import json
 import os
@@ -22,6 +25,7 @@ from tests.drumline.serving.conftest import expected
 
 ROOT = Path(__file__).parents[4]
 LIMIT_S = 400  # for whatever must happen at all
+STRANGER_S = float(os.environ.get("SOAK_STRANGER_S", "5"))  # beside a server that has clients
 REQUESTS = [
     {
         "model": "llama",
@@ -109,7 +113,7 @@ class Cluster:
 
 
 @contextmanager
-def clients(cluster, number):
+def clients(cluster, number, pause_s=0.0):
     """Clients that ask again and again; every answer must be that of an undisturbed server."""
     expected = [cluster.complete(request) for request in REQUESTS]
     assert len(set(expected)) == 2
@@ -120,6 +124,7 @@ def clients(cluster, number):
         while not has_ended.is_set():
             assert cluster.complete(REQUESTS[which]) == expected[which]
             count += 1
+            has_ended.wait(pause_s)
         return count
 
     with ThreadPoolExecutor(number) as threads:
@@ -199,7 +204,7 @@ def cluster(hosts, plain, tmp_path):
 
 # It has all but the token: addresses, ports, launch ids, the protocol, and what others have sent.
 STRANGER = r"""
-import hashlib, json, select, socket, sys, time
+import collections, hashlib, json, os, select, socket, sys, time
 from launcher import ports
 from launcher.authentication.credentials import Credentials
 from launcher.authentication.framed_connection import ConnectionBroken, FramedConnection
@@ -216,7 +221,8 @@ proofs = [
     (ports.NODES_PORT + 1, LaunchToken.insecure().credentials(), "control"),
 ]
 words = json.dumps(NodeDescription.of(1, 2, 1).to_json()).encode() + b"\n"
-while not select.select([sys.stdin], [], [], 0.02)[0]:  # until that is closed
+idle = collections.deque(maxlen=150)  # connections that it leaves open, more than are held
+while not select.select([sys.stdin], [], [], float(sys.argv[2]))[0]:  # until that is closed
     for port, credentials, purpose in proofs:
         try:
             with socket.create_connection((address, port), 5) as plain:
@@ -230,11 +236,13 @@ while not select.select([sys.stdin], [], [], 0.02)[0]:  # until that is closed
         except OSError:
             pass  # no ranks yet
         try:
-            with socket.create_connection((address, port), 5) as plain:
-                plain.settimeout(1)
-                plain.sendall(words)
-                while data := plain.recv(4096):
-                    heard += data
+            for sent in (words, b"GET / HTTP/1.1\r\n\r\n", os.urandom(300)):
+                with socket.create_connection((address, port), 5) as plain:
+                    plain.settimeout(1)
+                    plain.sendall(sent)
+                    while data := plain.recv(4096):
+                        heard += data
+            idle.append(socket.create_connection((address, port), 5))
         except OSError:
             pass
 print(json.dumps([attempts, heard.hex()]))
@@ -242,11 +250,12 @@ print(json.dumps([attempts, heard.hex()]))
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1200 + STRANGER_S)
 def test_a_stranger_with_all_but_the_token_is_no_rank_and_disturbs_nobody(hosts, plain, tmp_path):
     """Whoever reached the port was told the launch id, became rank 1, and heard the prompts."""
     cluster = Cluster(hosts, plain[1], tmp_path / "log")
-    stranger = [sys.executable, "-c", STRANGER, hosts.addresses[0]]
+    pause_s = STRANGER_S / 1000  # of all that ask, so that a long trial takes no more
+    stranger = [sys.executable, "-c", STRANGER, hosts.addresses[0], str(pause_s)]
     try:
         cluster.start(0)
         strangers = [
@@ -262,8 +271,8 @@ def test_a_stranger_with_all_but_the_token_is_no_rank_and_disturbs_nobody(hosts,
         cluster.await_line("does not know the launch secret")  # before there is a second node
         cluster.start(1)
         cluster.await_address()
-        with clients(cluster, 2):
-            time.sleep(5)
+        with clients(cluster, 2, pause_s):
+            time.sleep(STRANGER_S)
             answers = [json.loads(process.communicate(timeout=LIMIT_S)[0]) for process in strangers]
         assert cluster.metric("restarts_total") == 0
     finally:
