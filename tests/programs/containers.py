@@ -1,15 +1,17 @@
 """The steps of docs/Dockerfile without a registry of images, and what their containers then do.
 
-    python -m tests.programs.containers FOLDER [PATH...]
+    python -m tests.programs.containers FOLDER [PATH...] [--debian 13] [--tests FILES]
 
 mmdebstrap makes the root file systems that FROM names, from Debian's packages; RUN, COPY, ENV and
-WORKDIR are those of the file. In `source` the README's second command runs, `make test`. Of
-`machine` two are started with networks and processes of their own, and run the README's first lines
-as two machines. As root. PATH: of this machine, seen there too, such as pip's settings.
+WORKDIR are those of the file. Of `machine` two are started with networks and processes of their
+own, and run the README's first lines as two machines. In `source` the README's second command runs,
+`make test`, of all tests or those of FILES. As root. PATH: of this machine, seen there too, such as
+pip's settings.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import os
@@ -17,7 +19,6 @@ import re
 import secrets
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -73,9 +74,10 @@ class Container:
             shutil.copytree(source, place)
 
 
-def build(file: Path, folder: Path, shared: Sequence[str]) -> dict[str, Container]:
+def build(file: Path, debian: str, folder: Path, shared: Sequence[str]) -> dict[str, Container]:
     stages: dict[str, Container] = {}
-    for line in re.sub(r"\\\n\s*", "", file.read_text()).splitlines():
+    text = file.read_text().replace("${DEBIAN}", debian)
+    for line in re.sub(r"\\\n\s*", "", text).splitlines():
         word, _, rest = line.partition(" ")
         if word == "FROM":
             image, _, name = rest.split()
@@ -125,12 +127,18 @@ def run_on_two(machine: Container, folder: Path) -> None:
 
 
 def main() -> None:
-    folder, shared = Path(sys.argv[1]).absolute(), sys.argv[2:]
-    stages = build(ROOT / "docs" / "Dockerfile", folder, shared)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("shared", nargs="*")
+    parser.add_argument("--debian", default="12")
+    parser.add_argument("--tests", default="")
+    options = parser.parse_args()
+    folder = options.folder.absolute()
+    stages = build(ROOT / "docs" / "Dockerfile", options.debian, folder, options.shared)
     print("== two containers as two machines", flush=True)
     run_on_two(stages["machine"], folder)
     print("== make test in source", flush=True)
-    stages["source"].run("make test")
+    stages["source"].run(f"make test TESTS='{options.tests}'" if options.tests else "make test")
 
 
 if __name__ == "__main__":
