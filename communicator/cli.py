@@ -40,6 +40,9 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         default="multiprocessing",
         help="what starts the ranks, as `drumline run --launcher`; default: %(default)s",
     )
+    check.add_argument(
+        "--markdown", action="store_true", help="print a table of the results, for a page of them"
+    )
     return commands_parser
 
 
@@ -47,8 +50,9 @@ def main(arguments: Sequence[str], prog: str = PROG) -> int:
     """Print every case of the check. 0 if the backend conforms, 1 if not, 2 if it cannot run."""
     options = parser(prog).parse_args(arguments)
     try:
+        arguments_of_rank = (options.backend, options.markdown)
         results = launch(
-            report_on_rank, options.nprocs, launcher=options.launcher, args=(options.backend,)
+            report_on_rank, options.nprocs, launcher=options.launcher, args=arguments_of_rank
         )
     except LaunchError as error:
         print(error, file=sys.stderr)
@@ -69,11 +73,11 @@ def num_ranks(text: str) -> int:
     return number
 
 
-def report_on_rank(backend: str | None) -> tuple[str, int]:
-    """The report as text, and the exit code. Collective."""
+def report_on_rank(backend: str | None, as_table: bool = False) -> tuple[str, int]:
+    """The report as text or as a table, and the exit code. Collective."""
     try:
         report = conformance.check_backend(backend)
     except Unsupported as error:
         return str(error), CANNOT_RUN
     text = "\n".join([*map(str, report.having(conformance.PASSED)), str(report)])
-    return text, CONFORMING if report.ok else NOT_CONFORMING
+    return report.table() if as_table else text, CONFORMING if report.ok else NOT_CONFORMING

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Size
 
+import launcher
 from communicator import timings
 from communicator.calls.dtypes import DTYPES, OPS
 from communicator.communicator import Communicator
@@ -31,6 +32,7 @@ COUNTS = (0, 1, 7, 67, 1021)
 CHECKED_DTYPES = tuple(
     info.torch for info in DTYPES if info.is_reduced and not info.torch.is_complex
 )
+REDUCTIONS = "allreduce, reduce, reduce_scatter"
 SHAPES = ((), (1,), (3, 5), (2, 1, 7))
 TURNS = 30
 
@@ -64,11 +66,28 @@ class Report:
         return not self.having(FAILED)
 
     def __str__(self) -> str:
-        head = f"{self.backend}, {self.world_size} ranks: " + ", ".join(
+        rest = self.having(FAILED) + self.having(UNSUPPORTED)
+        return "\n".join([self.summary, *map(str, rest)])
+
+    def table(self) -> str:
+        """Markdown, for a page of results: dtypes, moved and reduced by each op; the rest."""
+        status_by_case = {outcome.case: outcome.status for outcome in self.outcomes}
+        lines = [f"| | moved | {' | '.join(OPS)} |", "| --- |" + " --- |" * (1 + len(OPS))]
+        for dtype in map(_name, CHECKED_DTYPES):
+            cases = [f"movement {dtype}", *(f"{REDUCTIONS} {dtype} {op}" for op in OPS)]
+            lines.append(f"| {dtype} | {' | '.join(status_by_case.pop(c, '') for c in cases)} |")
+        rest = [
+            f"{status}: {'; '.join(c for c, s in status_by_case.items() if s == status)}"
+            for status in dict.fromkeys(status_by_case.values())
+        ]
+        title = f"drumline {launcher.__version__}, {self.summary}"
+        return "\n\n".join([title, "\n".join(lines), *rest])
+
+    @property
+    def summary(self) -> str:
+        return f"{self.backend}, {self.world_size} ranks: " + ", ".join(
             f"{len(self.having(status))} {status}" for status in (PASSED, UNSUPPORTED, FAILED)
         )
-        rest = self.having(FAILED) + self.having(UNSUPPORTED)
-        return "\n".join([head, *map(str, rest)])
 
     def raise_if_failed(self) -> None:
         """Raise CommunicatorError with the failed cases, if there are any."""
@@ -183,7 +202,7 @@ def _reductions(comm: Communicator) -> Iterator[tuple[str, Body]]:
                 continue
             if dtype == torch.bool and op == "sum":
                 continue
-            name = f"allreduce, reduce, reduce_scatter {_name(dtype)} {op}"
+            name = f"{REDUCTIONS} {_name(dtype)} {op}"
             yield name, partial(_reduction, comm, dtype, op)
 
 

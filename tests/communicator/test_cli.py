@@ -25,7 +25,7 @@ def test_the_options_are_these_and_no_more():
     (commands,) = cli.parser()._subparsers._group_actions
     options = [action.dest for action in commands.choices["check"]._actions]
     assert list(commands.choices) == ["check"]
-    assert options == ["help", "backend", "nprocs", "launcher"]
+    assert options == ["help", "backend", "nprocs", "launcher", "markdown"]
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,18 @@ def test_a_backend_that_lies_ends_with_1_and_what_is_wrong(monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "FAILED  movement float32: rank 0: allgather of (1,)" in shown
     assert "passed  barrier" in shown
+
+
+def test_a_report_is_a_table_that_a_vendor_can_publish():
+    outcomes = [
+        conformance.CaseOutcome("movement float32", "passed"),
+        conformance.CaseOutcome("allreduce, reduce, reduce_scatter float32 max", "FAILED", "1 + 1"),
+        conformance.CaseOutcome("barrier", "passed"),
+    ]
+    lines = conformance.Report("acme", 2, tuple(outcomes)).table().splitlines()
+    assert lines[0].endswith(", acme, 2 ranks: 2 passed, 0 unsupported, 1 FAILED")
+    assert "| | moved | sum | prod | max | min | avg |" in lines
+    assert "| float32 | passed |  |  | FAILED |  |  |" in lines and lines[-1] == "passed: barrier"
 
 
 def test_a_backend_that_is_not_there_ends_with_2_and_says_what_is(capsys):
