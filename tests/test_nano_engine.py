@@ -50,14 +50,16 @@ def tokens_of(llama, prompt):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_tokens_are_those_of_transformers(ranks, nano, model, tmp_path, world_size):
-    """Of more prompts than there are slots, so that one waits until another has ended."""
+    """Of more prompts than there are slots or pages, so that some wait until others have ended, and
+    of one that is longer than a page."""
 
     def body(info):
         with Coordinator(info, timeout_s=60) as coor, Communicator(coor, timeout_s=60) as comm:
-            engine = nano.Engine(tmp_path, coor, comm, slots=3, length=16)
-            return engine.generate(PROMPTS, NEW_TOKENS)
+            engine = nano.Engine(tmp_path, coor, comm, slots=3, length=64, pages=4)
+            return engine.generate(prompts, NEW_TOKENS)
 
-    expected = [tokens_of(model, prompt) for prompt in PROMPTS]
+    prompts = [*PROMPTS, list(range(1, 31))]
+    expected = [tokens_of(model, prompt) for prompt in prompts]
     assert ranks(body, world_size)[0] == expected
 
 
@@ -75,23 +77,32 @@ def test_a_pass_that_reads_no_value_is_replayed_with_other_inputs(
         engine.close()
 
 
-def test_a_request_ends_at_its_last_token_and_frees_its_slot(nano):
-    scheduler = nano.Scheduler(slots=1, length=8, ends=frozenset({42}))
-    scheduler.add(nano.Request([1, 2], 5))
+def test_a_request_ends_at_its_last_token_and_frees_its_slot_and_its_pages(nano):
+    scheduler = nano.Scheduler(slots=1, length=32, pages=3, ends=frozenset({42}))
+    scheduler.add(nano.Request([1] * 15, 5))
     scheduler.add(nano.Request([3], 1))
-    assert scheduler.plan() == [[0], [0], [1, 2]]
-    scheduler.take([0], [9])
-    assert scheduler.plan() == [[0], [2], [9]]
-    scheduler.take([0], [42])
-    assert scheduler.plan() == [[0], [0], [3]]
-    scheduler.take([0], [4])
-    assert scheduler.plan() is nano.STOP
+    assert scheduler.plan() == [[0], [1] * 15, [[2, 1]]]
+    scheduler.take([9])
+    assert scheduler.plan() == [[15], [9], [[2, 1]]]
+    scheduler.take([42])
+    assert scheduler.plan() == [[0], [3], [[1, 0]]]
+    scheduler.take([4])
+    assert scheduler.plan() is nano.STOP and sorted(scheduler.free_pages) == [0, 1, 2]
+
+
+def test_a_request_waits_for_pages(nano):
+    scheduler = nano.Scheduler(slots=2, length=32, pages=2)
+    for _ in range(2):
+        scheduler.add(nano.Request([1] * 10, 10))
+    scheduler.plan()
+    scheduler.take([5])
+    assert scheduler.plan()[0] == [10] and len(scheduler.waiting) == 1
 
 
 @pytest.mark.parametrize(("prompt", "max_new_tokens"), [([1] * 5, 4), ([], 4), ([1], 0)])
 def test_a_request_that_does_not_fit_is_refused(nano, prompt, max_new_tokens):
     with pytest.raises(ValueError, match="larger length"):
-        nano.Scheduler(slots=1, length=8).add(nano.Request(prompt, max_new_tokens))
+        nano.Scheduler(slots=1, length=8, pages=1).add(nano.Request(prompt, max_new_tokens))
 
 
 @pytest.mark.parametrize("token", [-1, 96])
@@ -104,4 +115,4 @@ def test_a_token_that_is_not_in_the_vocabulary_is_refused(nano, model, tmp_path,
 
 def test_the_engine_is_read_in_one_sitting():
     lines = [len(path.read_text().splitlines()) for path in FOLDER.glob("*.py")]
-    assert sum(lines) <= 400
+    assert sum(lines) <= 450

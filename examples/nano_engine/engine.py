@@ -1,4 +1,5 @@
-"""An inference engine with tensor parallelism and continuous batching, on the three lower layers.
+"""An inference engine with tensor parallelism, continuous batching and a paged cache, on the three
+lower layers.
 
 The launcher starts the ranks, rank 0's Coordinator tells the others what to compute next, and the
 Communicator moves the tensors of the layers (llama.py). Every rank samples for itself: the logits
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from llama import Llama
+from llama import PAGE, Llama
 
 from communicator import Communicator
 from coordinator import Coordinator
@@ -23,52 +24,74 @@ from coordinator import Coordinator
 STOP = None  # the plan after the last one
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """A prompt, and what was generated for it so far."""
+    """A prompt, what was generated for it so far, and the pages of the cache that it has."""
 
     prompt: list[int]
     max_new_tokens: int
     tokens: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
 
 
 class Scheduler:
-    """Rank 0's choice of what to compute next: waiting requests first, into slots that are free."""
+    """Rank 0's choice of what to compute next: waiting requests first, if there is room for them.
 
-    def __init__(self, slots: int, length: int, ends: frozenset[int] = frozenset()) -> None:
-        self.free, self.length, self.ends = list(range(slots)), length, ends
+    slots: requests that run at once. pages: of the cache; a request gets those of all its tokens as
+    it starts, so that none has to be put back.
+    """
+
+    def __init__(
+        self, slots: int, length: int, pages: int, ends: frozenset[int] = frozenset()
+    ) -> None:
+        self.slots, self.length, self.ends = slots, length, ends
+        self.width = -(-length // PAGE)  # of the table of a request's pages
+        self.free_pages = list(range(pages))
         self.waiting: deque[Request] = deque()
-        self.running: dict[int, Request] = {}  # by slot
+        self.running: list[Request] = []
+        self.planned: list[Request] = []  # those of the pass that was planned last
 
     def add(self, request: Request) -> None:
         counts = len(request.prompt), request.max_new_tokens
-        if min(counts) < 1 or sum(counts) > self.length:
+        longest = min(self.length, PAGE * len(self.free_pages))
+        if min(counts) < 1 or sum(counts) > longest:
             raise ValueError(
                 f"{counts[0]} tokens and {counts[1]} new ones: needs one of each at least, and "
-                f"{self.length} together at most. Start the engine with a larger length=."
+                f"{longest} together at most. Start the engine with a larger length= or pages=."
             )
         self.waiting.append(request)
 
     def plan(self) -> list[list[int]] | None:
-        """The slots, first positions and tokens of the next pass; STOP if nothing is left."""
-        if self.waiting and self.free:
-            slot, request = self.free.pop(), self.waiting.popleft()
-            self.running[slot] = request
-            return [[slot], [0], request.prompt]
+        """The first positions, tokens and pages of the next pass; STOP if nothing is left."""
+        if self.waiting and self._starts(self.waiting[0]):
+            self.planned = [self.waiting.popleft()]
+            self.running += self.planned
+            return [[0], self.planned[0].prompt, self._tables()]
         if not self.running:
             return STOP
-        slots, requests = list(self.running), self.running.values()
-        positions = [len(request.prompt) + len(request.tokens) - 1 for request in requests]
-        return [slots, positions, [request.tokens[-1] for request in requests]]
+        self.planned = list(self.running)
+        positions = [len(request.prompt) + len(request.tokens) - 1 for request in self.planned]
+        return [positions, [request.tokens[-1] for request in self.planned], self._tables()]
 
-    def take(self, slots: list[int], tokens: list[int]) -> None:
-        """Give each slot's request its next token, and free the slots of those that are done."""
-        for slot, token in zip(slots, tokens, strict=True):
-            request = self.running[slot]
+    def _starts(self, request: Request) -> bool:
+        """Give the request its pages, if there are as many and a slot."""
+        count = -(-(len(request.prompt) + request.max_new_tokens) // PAGE)
+        if len(self.running) == self.slots or len(self.free_pages) < count:
+            return False
+        request.pages = [self.free_pages.pop() for _ in range(count)]
+        return True
+
+    def _tables(self) -> list[list[int]]:
+        """Of equal width: what is behind a request's pages is masked."""
+        return [r.pages + [0] * (self.width - len(r.pages)) for r in self.planned]
+
+    def take(self, tokens: list[int]) -> None:
+        """Give each planned request its next token, and free the pages of those that are done."""
+        for request, token in zip(self.planned, tokens, strict=True):
             request.tokens.append(token)
             if len(request.tokens) == request.max_new_tokens or token in self.ends:
-                del self.running[slot]
-                self.free.append(slot)
+                self.running.remove(request)
+                self.free_pages += request.pages
 
 
 class DecodeGraph:
@@ -88,7 +111,8 @@ class DecodeGraph:
 
 
 class Engine:
-    """slots: sequences that are generated at once. length: the most tokens of one.
+    """slots: sequences that are generated at once. length: the most tokens of one. pages: of the
+    cache, of PAGE tokens each; enough for slots of that length if it is not given.
 
     Close it before its Communicator, which its graphs hold.
     """
@@ -101,12 +125,14 @@ class Engine:
         dtype: torch.dtype = torch.float32,
         slots: int = 8,
         length: int = 512,
+        pages: int | None = None,
     ) -> None:
         self.coor, self.comm, self.device = coor, comm, comm.device
         self.uses_graphs = comm.device.type == "cuda"
         self.graphs: dict[int, DecodeGraph] = {}  # by the number of sequences
         self.slots, self.length = slots, length
-        self.model = Llama(Path(folder), comm, dtype, slots, length)
+        self.pages = pages or slots * -(-length // PAGE)
+        self.model = Llama(Path(folder), comm, dtype, self.pages)
 
     def close(self) -> None:
         self.graphs.clear()
@@ -119,7 +145,7 @@ class Engine:
         Empty on the other ranks.
         """
         requests = [Request(prompt, max_new_tokens) for prompt in prompts]
-        scheduler = Scheduler(self.slots, self.length, ends)
+        scheduler = Scheduler(self.slots, self.length, self.pages, ends)
         if self.coor.is_master():
             num_words = self.model.shape.vocab
             for request in requests:
@@ -132,14 +158,16 @@ class Engine:
                 return [request.tokens for request in requests if self.coor.is_master()]
             tokens = self._next_tokens(*plan)
             if self.coor.is_master():
-                scheduler.take(plan[0], tokens)
+                scheduler.take(tokens)
 
-    def _next_tokens(self, slots: list[int], first: list[int], tokens: list[int]) -> list[int]:
-        """The next token of each slot, after as many new ones for each."""
-        rows = torch.tensor(tokens, device=self.device).view(len(slots), -1)
+    def _next_tokens(
+        self, first: list[int], tokens: list[int], tables: list[list[int]]
+    ) -> list[int]:
+        """The next token of each sequence, after as many new ones for each."""
+        rows = torch.tensor(tokens, device=self.device).view(len(first), -1)
         places = torch.arange(rows.shape[1], device=self.device)
         positions = torch.tensor(first, device=self.device)[:, None] + places
-        hidden = self._hidden(rows, positions, torch.tensor(slots, device=self.device))
+        hidden = self._hidden(rows, positions, torch.tensor(tables, device=self.device))
         next_tokens = self.model.vocabulary.logits(hidden).argmax(-1).tolist()
         if self.graphs:
             self.comm.check()  # a replay raises nothing

@@ -14,6 +14,8 @@ from safetensors import safe_open
 
 from communicator import Communicator
 
+PAGE = 16  # tokens of one sequence, whose keys and values lie together in the cache
+
 
 @dataclass(frozen=True)
 class LlamaShape:
@@ -80,15 +82,12 @@ class Checkpoint:
 
 @dataclass
 class Batch:
-    """Sequences of as many new tokens each. positions: [sequences, tokens]; slots: of the cache.
-
-    length: how many tokens of the cache are read.
-    """
+    """Sequences of as many new tokens each. positions: [sequences, tokens]; tables: [sequences,
+    pages], the pages of the cache that hold each sequence, in order."""
 
     positions: torch.Tensor
-    slots: torch.Tensor
+    tables: torch.Tensor
     angles: torch.Tensor
-    length: int
 
     def rotated(self, x: torch.Tensor) -> torch.Tensor:
         """x, [sequences, heads, tokens, head_dim], turned by its positions."""
@@ -100,14 +99,12 @@ class Batch:
 class Attention:
     """Some heads of the attention, and the keys and values of all sequences for them."""
 
-    def __init__(
-        self, weights: Checkpoint, prefix: str, shape: LlamaShape, slots: int, length: int
-    ):
+    def __init__(self, weights: Checkpoint, prefix: str, shape: LlamaShape, pages: int):
         self.comm, self.head_dim = weights.comm, shape.head_dim
         self.q, self.k, self.v = (weights.rows(f"{prefix}{x}_proj.weight") for x in "qkv")
         self.o = weights.columns(f"{prefix}o_proj.weight")
         heads = shape.kv_heads // self.comm.world_size
-        self.cache = self.q.new_zeros(2, slots, heads, length, shape.head_dim)
+        self.cache = self.q.new_zeros(2, heads, pages, PAGE, shape.head_dim)
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         q, k, v = (self._heads(F.linear(x, weight)) for weight in (self.q, self.k, self.v))
@@ -124,9 +121,9 @@ class Attention:
 
     def _extended(self, batch: Batch, new: torch.Tensor) -> torch.Tensor:
         """The cached keys and values of the batch's sequences, the new ones written to it."""
-        slots = batch.slots[:, None].expand_as(batch.positions)
-        self.cache[:, slots, :, batch.positions] = new.permute(1, 3, 0, 2, 4)
-        return self.cache[:, batch.slots, :, : batch.length]
+        pages = batch.tables.gather(1, batch.positions // PAGE)
+        self.cache[:, :, pages, batch.positions % PAGE] = new.transpose(1, 2)
+        return self.cache[:, :, batch.tables].flatten(3, 4).transpose(1, 2)
 
 
 class Mlp:
@@ -162,19 +159,17 @@ class Vocabulary:
 
 
 class Llama:
-    """slots: sequences that the cache holds at once, of so many tokens each."""
+    """pages: of the cache, each of the keys and values of PAGE tokens of one sequence."""
 
-    def __init__(
-        self, folder: Path, comm: Communicator, dtype: torch.dtype, slots: int, length: int
-    ):
-        self.shape, self.length = LlamaShape.read(folder, comm.world_size), length
+    def __init__(self, folder: Path, comm: Communicator, dtype: torch.dtype, pages: int):
+        self.shape = LlamaShape.read(folder, comm.world_size)
         weights = Checkpoint(folder, comm, dtype)
         self.vocabulary = Vocabulary(weights, self.shape.is_tied)
         self.norm = weights.whole("model.norm.weight")
         self.layers = []
         for number in range(self.shape.layers):
             prefix = f"model.layers.{number}."
-            attention = Attention(weights, f"{prefix}self_attn.", self.shape, slots, length)
+            attention = Attention(weights, f"{prefix}self_attn.", self.shape, pages)
             norms = ("input_layernorm", "post_attention_layernorm")
             scales = [weights.whole(f"{prefix}{norm}.weight") for norm in norms]
             self.layers.append((scales, attention, Mlp(weights, f"{prefix}mlp.")))
@@ -183,22 +178,22 @@ class Llama:
         wide = x.float()
         return scale * (wide * (wide.square().mean(-1, True) + self.shape.eps).rsqrt()).to(x.dtype)
 
-    def _batch(self, positions: torch.Tensor, slots: torch.Tensor, whole: bool) -> Batch:
+    def _batch(self, positions: torch.Tensor, tables: torch.Tensor, whole: bool) -> Batch:
         steps = torch.arange(0, self.shape.head_dim, 2, device=positions.device).float()
         frequencies = self.shape.theta ** (-steps / self.shape.head_dim)
         angles = positions[:, None, :, None].float() * torch.cat((frequencies, frequencies))
-        length = self.length if whole else int(positions.max()) + 1
-        return Batch(positions, slots, angles, length)
+        count = tables.shape[1] if whole else int(positions.max()) // PAGE + 1
+        return Batch(positions, tables[:, :count], angles)
 
     @torch.no_grad()
     def hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, whole: bool
+        self, tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, whole: bool
     ) -> torch.Tensor:
         """The hidden state after the last token of each sequence.
 
-        whole: read the cache to its end, masked, so that no shape depends on the positions.
+        whole: read all pages of the tables, masked, so that no shape depends on the positions.
         """
-        batch = self._batch(positions, slots, whole)
+        batch = self._batch(positions, tables, whole)
         x = self.vocabulary.embed(tokens)
         for (before, after), attention, mlp in self.layers:
             x = x + attention(self._normed(x, before), batch)
