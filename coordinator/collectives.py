@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from coordinator.call_site import caller
+from coordinator.control.group_member import GroupMember
 from coordinator.errors import CoordinatorError, RemoteError
-from coordinator.peers import Peer
 from coordinator.transport.group import ALL_RANKS, NOTHING, Exchange, pack_parts
 from coordinator.transport.object_codec import packed, unpacked, why_unsendable
 from coordinator.work_outcome import ErrorClasses, WorkOutcome, raise_first_failure
 
+CLOCK_READINGS = 9
+
 _new = tuple.__new__
 
 
-class Collectives:
+class Collectives(GroupMember):
     """The collective calls of a Coordinator."""
 
-    ranks: tuple[int, ...]
-    rank: int
-    world_size: int
-    peers: tuple[Peer, ...]
+    nodes: list[list[int]]
 
     @abstractmethod
     def _exchange(self, name: str, exchange: Exchange, timeout_s: float | None) -> list[bytes]: ...
@@ -62,24 +62,6 @@ class Collectives:
         gathered = self.allgather(data, timeout_s=timeout_s)
         self._check_sendable(data)
         return [self._unpacked(data) for data in gathered]
-
-    def rank_name(self, rank: int | None = None) -> str:
-        """A rank of this group in errors, or this one: numbered as in the launch, like all."""
-        return f"rank {self.ranks[self.rank if rank is None else rank]}"
-
-    def describe_numbering(self) -> str:
-        """The beginning of a library's error, which numbers the ranks of this group from 0.
-
-        "" if the launch numbers them so. Not collective.
-        """
-        if self.ranks == tuple(range(len(self.ranks))):
-            return ""
-        names = ", ".join(map(self.rank_name, range(len(self.ranks))))
-        return f"{self._me}, in the group of {names:.200}, numbered from 0 here: "
-
-    @property
-    def _me(self) -> str:
-        return self.rank_name()
 
     def _packed(self, value: Any) -> bytes:
         return packed(value, self.ranks[self.rank])
@@ -204,17 +186,15 @@ class Collectives:
             self._check_sendable(part)
         return self._unpacked(received)
 
-    # ---- arguments ----
-
-    def _bytes(self, data: object, verb: str) -> bytes:
-        if isinstance(data, bytes):
-            return data
-        if isinstance(data, bytearray | memoryview):
-            return bytes(data)
-        raise ValueError(f"{self._me} {verb} {type(data).__name__}, not bytes")
-
-    def _check_rank(self, rank: int, name: str) -> None:
-        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
-            raise ValueError(
-                f"{self._me}: {name}={rank!r} is not a rank of this group of {self.world_size}"
-            )
+    def _offset_to_master_ns(self) -> int:
+        """The nanoseconds by which this host's clock is behind rank 0's: the median of several
+        readings, each at the end of a barrier."""
+        if len(self.nodes) == 1:
+            return 0
+        offsets = []
+        for _ in range(CLOCK_READINGS):
+            self.barrier()
+            now_ns = time.monotonic_ns()
+            clocks = self.allgather(now_ns.to_bytes(8, "little"))
+            offsets.append(int.from_bytes(clocks[0], "little") - now_ns)
+        return sorted(offsets)[CLOCK_READINGS // 2]
