@@ -186,6 +186,8 @@ class LoraAdapter:
         tied = {name: names for names in tied_names(model).values() for name in names}
         factors: dict[str, dict[str, StoredTensor]] = {}
         for key, stored in self.files.index.items():
+            if not key.startswith(PREFIX):
+                raise self._error(f"has {key}, which peft would pass over: it is not {PREFIX}...")
             inside = replace(stored, file=str(self.files.path.resolve()))
             name = key.removeprefix(PREFIX)
             if match := FACTORS.fullmatch(name):

@@ -382,6 +382,17 @@ def test_factors_of_other_shapes_are_named(adapter_of, name):
         adapter_of({}, change=change)
 
 
+def test_a_factor_that_peft_would_pass_over_is_named(adapter_of):
+    """It was merged with the other factor, where peft takes random numbers in its place."""
+
+    def change(tensors):
+        name = QUERY.format("A")
+        tensors[name.removeprefix("base_model.model.")] = tensors.pop(name)
+
+    with pytest.raises(CheckpointError, match=r"has model\.layers\.0.*lora_A.*pass over"):
+        adapter_of({}, change=change)
+
+
 PATTERNS = [
     *(
         "q_proj",
