@@ -194,6 +194,10 @@ class LoraAdapter:
                 factors.setdefault(f"{match[1]}.weight", {})[match[2]] = inside
             else:  # trained as it is, and saved whole
                 extended[key], pieces[name] = inside, whole_tensor(key, stored.shape)
+        saved = self.settings.get("modules_to_save") or []
+        for name in sources:
+            if _matches(name.rpartition(".")[0], saved) and pieces[name] is sources[name]:
+                raise self._error(f"has not {name}, which its modules_to_save name")
         for name in [*factors, *(pieces.keys() - sources.keys())]:
             if name not in sources:
                 raise self._error(f"has {name}, for which the model has no place")

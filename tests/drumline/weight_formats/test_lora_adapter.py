@@ -297,6 +297,7 @@ LIES = [
     ({"target_modules": "\ud800"}, "q_proj.weight, which its target_modules do not name"),
     ({"target_modules": "("}, "'\\(' is not a pattern"),
     ({"modules_to_save": 7}, "modules_to_save=7 is not a list"),
+    ({"modules_to_save": ["lm_head"]}, "has not lm_head.weight, which its modules_to_save name"),
     ({"exclude_modules": 3}, "exclude_modules=3 is neither"),
     ({"exclude_modules": "((a+)+)+!"}, "not a plain pattern"),
     ({"exclude_modules": ["q_proj"]}, "q_proj.weight, which its target_modules do not name"),
@@ -427,7 +428,7 @@ SUBSETS = [
     {"layers_to_transform": [0, 1, 2, 3, 4, 5]},
     {"exclude_modules": ["down_proj", "attn"]},
     {"exclude_modules": r".*\.down_proj"},
-    {"layers_to_transform": [], "modules_to_save": ["lm_head", "_proj"]},
+    {"layers_to_transform": [], "modules_to_save": ["_proj"]},
 ]
 
 
