@@ -14,6 +14,7 @@ import argparse
 import ast
 import contextlib
 import importlib
+import json
 import os
 import re
 import shlex
@@ -22,6 +23,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.run import get_args_parser
@@ -175,6 +177,20 @@ def test_a_job_that_is_stopped_saves_the_step_of_all_ranks(warm, tmp_path):
     output, _ = job.communicate(100)
     assert "saved step" in output and job.returncode == 143
     assert (tmp_path / "checkpoint.pt").exists()
+
+
+def test_the_recording_of_the_first_screen_runs_its_lines_and_is_that_of_the_file():
+    page, (head, *events) = (ROOT / "README.md").read_text(), _json_lines("docs/two-machines.cast")
+    lines = [text.removesuffix("\r\n") for _, _, text in events]
+    shown = page.split("`make recording` -->\n```text\n")[1].split("```\n")[0].splitlines()
+    assert head["version"] == 2 and [line[8:] for line in shown] == lines
+    for typed in (line.split("$ ")[1] for line in lines if "$ " in line):
+        assert re.search(rf"^    {re.escape(typed)} +#", page, re.MULTILINE), typed
+    assert any("[0] The try statement" in line for line in lines)
+
+
+def _json_lines(name: str) -> list[Any]:
+    return [json.loads(line) for line in (ROOT / name).read_text().splitlines()]
 
 
 def test_the_kubernetes_manifest_is_valid():
