@@ -31,13 +31,15 @@ from drumline import timings
 from drumline.errors import DrumlineError, PeerLost
 from drumline.serving import metrics, protocol
 from drumline.serving.answers.message_parser import message_parser
-from drumline.serving.answers.request_stream import RequestStream, SequenceRequest, TextEvent
+from drumline.serving.answers.request_stream import (
+    RequestStream,
+    SequenceRequest,
+    TextEvent,
+    api_error,
+)
 from drumline.serving.answers.response_writer import (
     ResponseBuilder,
-    as_api_error,
-    as_internal_error,
     events,
-    internal_error,
     message_pieces,
     whole_response,
 )
@@ -109,7 +111,7 @@ class Service:
 
     async def get_health(self) -> Response:
         if self.failure is not None:
-            return JSONResponse(internal_error(self.failure).body, 503)
+            return JSONResponse(api_error(self.failure).body, 503)
         status = "restarting" if self.scheduler.is_restarting else "ok"
         return JSONResponse({"status": status, "ranks_missing": self.scheduler.num_missing_ranks})
 
@@ -234,15 +236,11 @@ class Service:
 
     def _validated(self, kind: type[Any], fields: dict[str, Any]) -> Any:
         """The request. Prompts are counted before they are validated, as there may be many."""
-        self._check_capacity(protocol.num_prompts(fields.get("prompt")))
+        self.scheduler.check_capacity(protocol.num_prompts(fields.get("prompt")))
         body = protocol.validate(kind, fields, max(self.limits.max_length, MIN_ITEMS))
         if body.model is not None:
             self._check_name(body.model)
         return body
-
-    def _check_capacity(self, num_sequences: int) -> None:
-        with as_api_error():
-            self.scheduler.check_capacity(num_sequences)
 
     def _check_name(self, name: str) -> None:
         if name not in self.names:
@@ -255,11 +253,11 @@ class Service:
             )
 
     def _read_prompts(self, body: protocol.CompletionRequest) -> Prompts:
-        self._check_capacity(protocol.num_prompts(body.prompt) * body.num_choices)
+        self.scheduler.check_capacity(protocol.num_prompts(body.prompt) * body.num_choices)
         return self.prompts.of_completion(body)
 
     def _read_chat(self, body: protocol.ChatCompletionRequest) -> Prompts:
-        self._check_capacity(body.num_choices)
+        self.scheduler.check_capacity(body.num_choices)
         return self.prompts.of_chat(body)
 
     async def _respond(
@@ -283,17 +281,15 @@ class Service:
         )
         parsers = [message_parser(self.tokenizer, body, item.prompt) for item in sequences]
         skips = body.skip_special_tokens and not parsers[0].uses_special_tokens
-        on_gap = self.metrics.observe_token_gap
+        on_gap = self.metrics.token_gap_s.observe
         stream = RequestStream(self.tokenizer, sequences, skips, on_gap)
-        with as_api_error():
-            self.scheduler.submit(stream.generations)
+        self.scheduler.submit(stream.generations)
         request_id, num_choices = request.state.request_id, len(stream.generations)
         response = builder(self.name, request_id, body, num_choices, self.tokenizer)
         pieces = message_pieces(stream, self._measured(stream, request), parsers)
         if not body.stream:
             return await whole_response(stream, pieces, response)
-        with as_internal_error():  # an error before the first event still has a status of its own
-            first = await anext(pieces, None)
+        first = await anext(pieces, None)  # an error before it still has a status of its own
         lines = events(first, pieces, stream, response)
         return StreamingResponse(lines, media_type="text/event-stream")
 
@@ -337,11 +333,13 @@ class Service:
         async with contextlib.aclosing(stream.events(request)) as events:
             async for event in events:
                 if event.end_reason is not None:
-                    self.metrics.observe_end(str(event.end_reason))
+                    self.metrics.finished.labels(str(event.end_reason)).inc()
                 yield event
         request_s = time.monotonic() - stream.start
         usage = stream.usage()
-        self.metrics.observe_completion(usage["prompt_tokens"], stream.first_token_s, request_s)
+        self.metrics.prompt_tokens.inc(usage["prompt_tokens"])
+        self.metrics.first_token_s.observe(stream.first_token_s)
+        self.metrics.request_s.observe(request_s)
         self.status.observe(stream.first_token_s, request_s)
         log.info(
             "%s, id %s: %d tokens of prompt, %d new, the first after %.3f s, the last after %.3f s",
@@ -387,9 +385,9 @@ def application(
         ("/v1/responses", service.create_response, "POST"),
     ):
         app.add_api_route(path, handler, methods=[method], dependencies=[Depends(authorize)])
-    app.add_exception_handler(protocol.ApiError, _respond_api_error)
     app.add_exception_handler(HTTPException, _respond_http_error)
-    app.add_exception_handler(Exception, _respond_unknown_error)
+    for kind in (protocol.ApiError, DrumlineError, Exception):
+        app.add_exception_handler(kind, _respond_error)
     for status in (404, 405):
         app.add_exception_handler(status, _respond_http_error)
     if allowed_origins:
@@ -403,18 +401,15 @@ def application(
     return _ResponseMarker(app, service.metrics)
 
 
-async def _respond_api_error(_: Request, error: protocol.ApiError) -> Response:
-    return JSONResponse(error.body, error.status)
-
-
-async def _respond_unknown_error(request: Request, error: Exception) -> Response:
-    """A mistake of the server, which Starlette raises again, so that it is in the log."""
-    return await _respond_api_error(request, internal_error(error))
+async def _respond_error(_: Request, error: Exception) -> Response:
+    """Of a request, the scheduler, or a mistake here, which Starlette raises again for the log."""
+    answer = api_error(error)
+    return JSONResponse(answer.body, answer.status)
 
 
 async def _respond_http_error(request: Request, error: HTTPException) -> Response:
     text = f"{request.method} {request.url.path}: {error.detail}"
-    return await _respond_api_error(
+    return await _respond_error(
         request, protocol.ApiError(error.status_code, text, "invalid_request_error")
     )
 
@@ -422,18 +417,10 @@ async def _respond_http_error(request: Request, error: HTTPException) -> Respons
 class _ResponseMarker:
     """Middleware that counts responses by path and status, and gives each the id of its request."""
 
-    PATHS = (
-        *("/", "/health", "/metrics", "/status", "/version", "/tokenize", "/detokenize"),
-        *("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses"),
-    )
-
     def __init__(self, app: Any, server_metrics: metrics.ServerMetrics) -> None:
         self._app, self._metrics = app, server_metrics
 
     async def __call__(self, scope: Any, receive: Any, send: Callable[[Any], Any]) -> None:
-        path = scope.get("path", "")
-        label = path if path in self.PATHS else "other"
-
         header = REQUEST_ID.encode()
         sent_id = dict(scope.get("headers", ())).get(header, b"")
         request_id = sent_id if PRINTABLE.fullmatch(sent_id) else uuid.uuid4().hex.encode()
@@ -441,7 +428,8 @@ class _ResponseMarker:
 
         async def marking_send(message: Any) -> None:
             if message["type"] == "http.response.start":
-                self._metrics.observe_response(label, message["status"])
+                path = getattr(scope.get("route"), "path", "other")  # known once it is routed
+                self._metrics.responses.labels(path, str(message["status"])).inc()
                 headers = [*message.get("headers", ()), (header, request_id)]
                 message = {**message, "headers": headers}
             await send(message)

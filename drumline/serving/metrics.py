@@ -1,7 +1,7 @@
 """Metrics of a server for Prometheus, also by the names that dashboards of vLLM read.
 
 metrics = ServerMetrics(scheduler, "llama")
-metrics.observe_response("/v1/completions", 200)
+metrics.responses.labels("/v1/completions", "200").inc()
 body = metrics.exposition()
 """
 
@@ -49,13 +49,12 @@ class SchedulerCollector(Collector):  # type: ignore[misc]
             "Times that the ranks were restarted.",
             value=scheduler.num_restarts,
         )
-        load = scheduler.load
         for name, text, value in (
-            ("requests_running", "Sequences in a batch now.", load.num_running),
+            ("requests_running", "Sequences in a batch now.", scheduler.num_running),
             ("requests_waiting", "Sequences in the queue now.", scheduler.num_waiting),
-            ("pool_usage", "Share of the pages of keys that sequences have.", load.pool_usage),
+            ("pool_usage", "Share of the pages of keys that sequences have.", scheduler.pool_usage),
             ("ranks_missing", "Ranks that did not come up again.", scheduler.num_missing_ranks),
-            ("largest_batch", "Most sequences of one batch so far.", load.largest_batch),
+            ("largest_batch", "Most sequences of one batch so far.", scheduler.largest_batch),
         ):
             yield GaugeMetricFamily(f"drumline_{name}", text, value=value)
 
@@ -84,19 +83,19 @@ class ServerMetrics:
         self.registry, self._vllm_registry = CollectorRegistry(), CollectorRegistry()
         self.registry.register(SchedulerCollector(scheduler))
         self._vllm_registry.register(VllmNames(self.registry, model))
-        self._responses = Counter(
+        self.responses = Counter(
             "drumline_requests",
             "HTTP responses by path and status.",
             ["path", "status"],
             registry=self.registry,
         )
-        self._prompt_tokens = Counter(
+        self.prompt_tokens = Counter(
             "drumline_prompt_tokens", "Tokens of finished prompts.", registry=self.registry
         )
-        self._first_token_s = self._latency("first_token", "Seconds to the first token.")
-        self._request_s = self._latency("request", "Seconds to the last token.")
-        self.observe_token_gap = self._latency("token_gap", "Seconds between two tokens.").observe
-        self._finished = Counter(
+        self.first_token_s = self._latency("first_token", "Seconds to the first token.")
+        self.request_s = self._latency("request", "Seconds to the last token.")
+        self.token_gap_s = self._latency("token_gap", "Seconds between two tokens.")
+        self.finished = Counter(
             "drumline_finished_choices",
             "Answers by the reason of their end.",
             ["finished_reason"],
@@ -106,19 +105,6 @@ class ServerMetrics:
     def _latency(self, name: str, text: str) -> Histogram:
         name = f"drumline_{name}_seconds"
         return Histogram(name, text, buckets=BUCKETS_S, registry=self.registry)
-
-    def observe_response(self, path: str, status: int) -> None:
-        self._responses.labels(path, str(status)).inc()
-
-    def observe_end(self, reason: str) -> None:
-        self._finished.labels(reason).inc()
-
-    def observe_completion(
-        self, prompt_tokens: int, first_token_s: float, request_s: float
-    ) -> None:
-        self._prompt_tokens.inc(prompt_tokens)
-        self._first_token_s.observe(first_token_s)
-        self._request_s.observe(request_s)
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format, of the type CONTENT_TYPE."""

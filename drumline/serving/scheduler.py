@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -158,21 +158,14 @@ def check_queue(limits: ServingLimits, num_waiting: int, num_sequences: int) -> 
         )
 
 
-class Load(NamedTuple):
-    """The load of the batches: sequences, the most in one step so far, and the share of the pages
-    that sequences have."""
-
-    num_running: int
-    largest_batch: int = 0
-    pool_usage: float = 0.0
-
-
 class Scheduler:
     """Open sequences, of which limits.max_running run at a time and the others wait.
 
-    on_loss(error): called once if nothing can run any longer.
+    on_loss(error): called once if nothing can run any longer. largest_batch: the most sequences in
+    one step so far.
     """
 
+    largest_batch = 0
     num_restarts = num_missing_ranks = 0  # see RemoteScheduler
     is_restarting = False
 
@@ -186,12 +179,13 @@ class Scheduler:
         self._closed_by: DrumlineError | None = None
 
     @property
-    def load(self) -> Load:
-        """That of now, for which all tables of pages are looked at."""
+    def num_running(self) -> int:
+        """The sequences in steps."""
         raise NotImplementedError
 
     @property
-    def num_running(self) -> int:
+    def pool_usage(self) -> float:
+        """The share of the pages that sequences have, for which all tables are looked at."""
         raise NotImplementedError
 
     @property
@@ -286,7 +280,6 @@ class BatchScheduler(Scheduler):
         self._model, self._chunk = model, limits.max_length
         self._scoring_thread = ThreadPoolExecutor(1)
         self._batch_of: dict[int, Batch] = {}
-        self._largest_batch = 0
         self._batches = self._made_batches(model)
         self._threads = [threading.Thread(target=self._run, args=(b,)) for b in self._batches]
         for batch, thread in zip(self._batches, self._threads, strict=True):
@@ -298,10 +291,9 @@ class BatchScheduler(Scheduler):
         return min(len(self._open), sum(batch.num_running for batch in self._batches))
 
     @property
-    def load(self) -> Load:
-        num_running = self.num_running
-        usage = sum(batch.pool_usage for batch in self._batches) / len(self._batches)
-        return Load(num_running, self._largest_batch, usage if num_running else 0.0)
+    def pool_usage(self) -> float:
+        usages = [batch.pool_usage for batch in self._batches if self.num_running]
+        return sum(usages) / len(self._batches)
 
     def _made_batches(self, model: Any) -> list[Batch]:
         """Managers of batches, or OneByOne if a step shows that the model has none over pages."""
@@ -400,7 +392,7 @@ class BatchScheduler(Scheduler):
             if item is not None and not item.sampler.is_greedy:
                 tokens[row] = item.sample(logits[row])
         with self._lock:
-            self._largest_batch = max(self._largest_batch, len(names))
+            self.largest_batch = max(self.largest_batch, len(names))
             for name, token in zip(names_with_token, tokens, strict=True):
                 if (item := self._open.get(int(name))) is not None:
                     self.num_new_tokens += 1

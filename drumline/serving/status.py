@@ -11,7 +11,6 @@ import json
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from coordinator import Peer, RankFailure
@@ -24,15 +23,6 @@ NUM_REQUESTS = 32  # that are listed
 PERCENTILES = (50, 90, 99)
 
 
-@dataclass(frozen=True)
-class LoadSample:
-    """The load of one second."""
-
-    tokens_per_s: float
-    num_running: int
-    num_waiting: int
-
-
 class StatusReport:
     """Collects the load over the last minutes, and describes the server. Thread-safe."""
 
@@ -41,7 +31,7 @@ class StatusReport:
     ) -> None:
         self.device_map, self.peers, self._scheduler = device_map, peers, scheduler
         self.failures: list[RankFailure] = []
-        self._samples: deque[LoadSample] = deque(maxlen=NUM_SAMPLES)
+        self._samples: deque[dict[str, float]] = deque(maxlen=NUM_SAMPLES)
         self._latencies: deque[tuple[float, float]] = deque(maxlen=NUM_LATENCIES)
         self._began_s = self._sampled_s = time.monotonic()
         self._num_tokens = scheduler.num_new_tokens
@@ -52,8 +42,9 @@ class StatusReport:
         if (elapsed_s := now - self._sampled_s) < SAMPLE_S:
             return
         num_tokens, scheduler = self._scheduler.num_new_tokens, self._scheduler
-        rate = (num_tokens - self._num_tokens) / elapsed_s
-        self._samples.append(LoadSample(rate, scheduler.num_running, scheduler.num_waiting))
+        rate = round((num_tokens - self._num_tokens) / elapsed_s, 2)
+        counts = {name: getattr(scheduler, name) for name in ("num_running", "num_waiting")}
+        self._samples.append({"tokens_per_s": rate, **counts})
         self._sampled_s, self._num_tokens = now, num_tokens
 
     def observe(self, first_token_s: float, request_s: float) -> None:
@@ -69,7 +60,7 @@ class StatusReport:
                 "places": self._places(),
                 "ranks": [self._rank(peer) for peer in self.peers],
                 "load": {
-                    name: [round(getattr(sample, name), 2) for sample in samples]
+                    name: [sample[name] for sample in samples]
                     for name in ("tokens_per_s", "num_running", "num_waiting")
                 },
                 "latency": self._percentiles(),

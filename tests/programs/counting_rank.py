@@ -25,7 +25,12 @@ def count(address: str, _: object, num_tokens: int) -> None:
             for sequence in message.get("start", ()):
                 first = len(sequence["new_tokens"])
                 for token in range(first, first + num_tokens):
-                    answer = {"id": sequence["id"], "token": token, "logprob": None, "load": [1]}
+                    answer = {
+                        "id": sequence["id"],
+                        "token": token,
+                        "logprob": None,
+                        "load": [1, 0.0, 1],
+                    }
                     answer["prompt_logprobs"] = []
                     connection.sendall(to_line(answer))
 

@@ -17,9 +17,26 @@ from typing import Any, NamedTuple
 from fastapi import Request
 
 from drumline import timings
+from drumline.errors import PeerLost
+from drumline.serving import protocol
 from drumline.serving.answers.detokenize import IncrementalDetokenizer
 from drumline.serving.sampling import Grammar, SamplingParams, TokenLogprob
-from drumline.serving.scheduler import Generation
+from drumline.serving.scheduler import Generation, RequestTooLarge, ServerBusy, ServerStopping
+
+
+def api_error(error: Exception) -> protocol.ApiError:
+    """An error as it is answered: 500, or 503 for what another server would answer, or this one
+    once it is started again."""
+    if isinstance(error, protocol.ApiError):
+        return error
+    text = str(error) or repr(error)
+    if isinstance(error, RequestTooLarge):
+        return protocol.invalid_request(text)
+    if isinstance(error, ServerBusy):
+        return protocol.ApiError(429, text, "rate_limit_error", "server_busy")
+    is_gone = isinstance(error, (PeerLost, ServerStopping))
+    status, code = (503, "server_unavailable") if is_gone else (500, "internal_error")
+    return protocol.ApiError(status, text, "server_error", code)
 
 
 @dataclass(frozen=True)
@@ -123,7 +140,7 @@ class RequestStream:
     async def events(self, request: Request) -> AsyncGenerator[TextEvent, None]:
         """Yield until all generations have ended or the client has disconnected.
 
-        Raises the exception that ended a generation.
+        Raises the exception that ended a generation, as an ApiError.
         """
         disconnect = asyncio.create_task(self._watch_disconnect(request))
         num_open = len(self.generations)
@@ -132,7 +149,7 @@ class RequestStream:
                 if not self.first_token_s and (event.text or event.end_reason is not None):
                     self.first_token_s = time.monotonic() - self.start
                 if isinstance(event.end_reason, Exception):
-                    raise event.end_reason
+                    raise api_error(event.end_reason) from event.end_reason
                 num_open -= event.end_reason is not None
                 yield event
         finally:

@@ -6,10 +6,9 @@ return await whole_response(stream, message_pieces(stream, events, parsers), bui
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -17,12 +16,10 @@ from typing import Any
 from fastapi.responses import JSONResponse, Response
 
 from drumline import timings
-from drumline.errors import DrumlineError, PeerLost
 from drumline.serving import protocol
-from drumline.serving import scheduler as scheduling
 from drumline.serving.answers.logprobs import LogprobFormatter
 from drumline.serving.answers.message_parser import Delta, PlainText, merged
-from drumline.serving.answers.request_stream import RequestStream, TextEvent
+from drumline.serving.answers.request_stream import RequestStream, TextEvent, api_error
 from drumline.serving.sampling import TokenLogprob
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
@@ -139,10 +136,9 @@ async def whole_response(
     stream: RequestStream, pieces: AsyncIterator[MessagePiece | None], builder: ResponseBuilder
 ) -> Response:
     choices: list[list[MessagePiece]] = [[] for _ in stream.generations]
-    with as_internal_error():
-        async for piece in pieces:
-            if piece is not None:
-                choices[piece.index].append(piece)
+    async for piece in pieces:
+        if piece is not None:
+            choices[piece.index].append(piece)
     return JSONResponse(builder.whole(choices, stream.usage()))
 
 
@@ -168,7 +164,7 @@ async def events(
                 continue
             sent_s = time.monotonic()
     except Exception as error:
-        last = builder.fail(internal_error(error))
+        last = builder.fail(api_error(error))
     else:
         last = builder.end(stream.usage())
     for event in last:
@@ -186,32 +182,3 @@ async def _with_first(
 def server_sent_event(data: Mapping[str, Any], kind: str = "") -> str:
     """An event of a stream (WHATWG HTML, 9.2)."""
     return (f"event: {kind}\n" if kind else "") + f"data: {json.dumps(data)}\n\n"
-
-
-def internal_error(error: Exception) -> protocol.ApiError:
-    """500; 503 for what another server would answer, or this one once it is started again."""
-    is_gone = isinstance(error, (PeerLost, scheduling.ServerStopping))
-    status, code = (503, "server_unavailable") if is_gone else (500, "internal_error")
-    return protocol.ApiError(status, str(error) or repr(error), "server_error", code)
-
-
-@contextlib.contextmanager
-def as_internal_error() -> Iterator[None]:
-    """Within, every error is answered with status 500, or 503."""
-    try:
-        yield
-    except Exception as error:
-        raise internal_error(error) from error
-
-
-@contextlib.contextmanager
-def as_api_error() -> Iterator[None]:
-    """Within, errors of the scheduler are answered with their status."""
-    try:
-        yield
-    except scheduling.RequestTooLarge as error:
-        raise protocol.invalid_request(str(error)) from error
-    except scheduling.ServerBusy as error:
-        raise protocol.ApiError(429, str(error), "rate_limit_error", "server_busy") from error
-    except DrumlineError as error:
-        raise internal_error(error) from error

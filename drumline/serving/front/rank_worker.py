@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,10 +24,14 @@ from drumline.serving.front.json_lines import hang_up, messages, to_line
 from drumline.serving.front.remote_scheduler import Message
 from drumline.serving.grammar import GrammarCompiler
 from drumline.serving.sampling import Grammar, SamplingParams
-from drumline.serving.scheduler import BatchScheduler, Generation, ServerStopping, ServingLimits
+from drumline.serving.scheduler import (
+    PAGE_SIZE,
+    BatchScheduler,
+    Generation,
+    ServerStopping,
+    ServingLimits,
+)
 from drumline.strategies.with_model import read_model_tokenizer
-
-LOAD_S = 0.1  # between two looks at the load
 
 
 def serve_front(
@@ -95,7 +98,6 @@ class RankWorker:
         self._read_tokenizer = read_tokenizer
         self._send_lock = threading.Lock()
         self._running: dict[int, Generation] = {}
-        self._load_s = -LOAD_S  # when the load was sent
         self._failure: PeerLost | None = None
         self._scheduler = BatchScheduler(model, limits, self._fail)
 
@@ -130,14 +132,6 @@ class RankWorker:
         with contextlib.suppress(OSError), self._send_lock:  # the front has left
             self._connection.sendall(to_line(message))
 
-    def _load(self) -> Message:
-        """The load, for a message, unless it was sent a moment ago."""
-        now = time.monotonic()
-        if now - self._load_s < LOAD_S:
-            return {}
-        self._load_s = now
-        return {"load": self._scheduler.load}
-
     def _receive(self, message: Message) -> None:
         if "cancel" in message:
             if item := self._running.pop(message["cancel"], None):
@@ -158,9 +152,12 @@ class RankWorker:
         self, id: int, prompt: list[int], new_tokens: list[int], params: Any, schema: Any
     ) -> None:
         def on_token(token: int) -> bool:
-            message = {"id": id, "token": token, "logprob": item.sampler.logprob, **self._load()}
+            message: Message = {"id": id, "token": token, "logprob": item.sampler.logprob}
             if len(item.new_tokens) == 1:
                 message |= {"prompt_logprobs": item.prompt_logprobs, "num_cached": item.num_cached}
+            if len(item.new_tokens) % PAGE_SIZE == 1:
+                own = self._scheduler
+                message["load"] = [own.num_running, own.pool_usage, own.largest_batch]
             self._send(message)
             return True
 

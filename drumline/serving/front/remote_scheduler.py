@@ -19,7 +19,7 @@ from typing import Any
 
 from drumline.errors import DrumlineError, PeerLost
 from drumline.serving.sampling import TokenLogprob
-from drumline.serving.scheduler import Generation, Load, Scheduler, ServingLimits
+from drumline.serving.scheduler import Generation, Scheduler, ServingLimits
 
 Message = dict[str, Any]
 
@@ -33,7 +33,7 @@ class RemoteScheduler(Scheduler):
     def __init__(self, limits: ServingLimits, on_loss: Callable[[PeerLost], Any]) -> None:
         super().__init__(limits, on_loss)
         self._send: Callable[[Message], Any] | None = None
-        self._load = Load(limits.max_running)  # the last that was sent
+        self._reported = limits.max_running, 0.0  # num_running and pool_usage of rank 0
 
     @property
     def is_restarting(self) -> bool:  # type: ignore[override]
@@ -42,12 +42,11 @@ class RemoteScheduler(Scheduler):
 
     @property
     def num_running(self) -> int:
-        return 0 if self.is_restarting else min(len(self._open), self._load.num_running)
+        return 0 if self.is_restarting else min(len(self._open), self._reported[0])
 
     @property
-    def load(self) -> Load:
-        usage = self._load.pool_usage if self.num_running else 0.0
-        return Load(self.num_running, self._load.largest_batch, usage)
+    def pool_usage(self) -> float:
+        return self._reported[1] if self.num_running else 0.0
 
     def _start(self, sequences: dict[int, Generation]) -> None:
         if self._send is not None and sequences:
@@ -71,8 +70,9 @@ class RemoteScheduler(Scheduler):
     def _append(self, item: Generation, message: Message) -> None:
         self.num_new_tokens += 1
         if "load" in message:
-            load, largest = Load(*message["load"]), self._load.largest_batch
-            self._load = load._replace(largest_batch=max(load.largest_batch, largest))
+            num_running, usage, largest = message["load"]
+            self._reported = num_running, usage
+            self.largest_batch = max(self.largest_batch, largest)
         item.sampler.logprob = TokenLogprob.from_json(message["logprob"])
         scores = map(TokenLogprob.from_json, message.get("prompt_logprobs", ()))
         item.prompt_logprobs += filter(None, scores)

@@ -115,7 +115,7 @@ def test_sequences_without_a_limit_of_their_own_run_together(loaded):
     with scheduling(loaded) as (scheduler, _):
         clients = submit(scheduler, *(Client([5 + number], ENDLESS) for number in range(12)))
         assert all(client.has_begun.wait(60) for client in clients)
-        assert scheduler.load.largest_batch == scheduler.num_running == 12
+        assert scheduler.largest_batch == scheduler.num_running == 12
 
 
 def test_sequences_that_do_not_fit_in_the_pages_get_the_same_texts(plain, loaded, monkeypatch):
@@ -127,10 +127,10 @@ def test_sequences_that_do_not_fit_in_the_pages_get_the_same_texts(plain, loaded
     with scheduling(loaded) as (scheduler, sizes):
         clients = submit(scheduler, *(Client(prompt, params) for prompt in prompts))
         assert clients[0].has_begun.wait(60)
-        assert scheduler.load.num_running < 6 and 0 < scheduler.load.pool_usage <= 1
+        assert scheduler.num_running < 6 and 0 < scheduler.pool_usage <= 1
         clients[0].sequence.cancel()
         texts = [client.tokens() for client in clients[1:]]
-    assert scheduler.load.pool_usage == 0
+    assert scheduler.pool_usage == 0
     assert texts == [alone(plain, prompt, params) for prompt in prompts[1:]]
     assert sum(sizes) > 5 * (20 + 49)  # some tokens were computed twice
 
@@ -215,7 +215,7 @@ def test_a_family_without_pages_is_served_one_sequence_at_a_time_and_said_so(
             (scored,) = submit(scheduler, Client([5, 6, 7], params))
             assert scored.tokens() == clients[0].tokens()[:2]
             assert len(scored.sequence.prompt_logprobs) == 2
-            return [client.tokens() for client in clients], scheduler.load.largest_batch
+            return [client.tokens() for client in clients], scheduler.largest_batch
 
     texts, largest = on_master(plain[1], 2, work)
     assert texts == [alone(plain, [5, 6, 7 + number]) for number in range(3)] and largest == 1
@@ -237,7 +237,7 @@ def test_an_error_of_one_sequence_ends_no_other_of_its_batch(plain, loaded):
         submit(scheduler, *clients)
         assert " ".join(map(str, clients[2].tokens())) == expected(plain, "5 6 7", 9)[0]
     assert [type(client.reason) for client in clients] == [ValueError, RuntimeError, str]
-    assert scheduler.load.largest_batch == 3
+    assert scheduler.largest_batch == 3
 
 
 def test_the_environment_of_a_rank_stays_as_it_is(loaded, monkeypatch):
