@@ -183,6 +183,13 @@ def test_every_folder_is_small_enough_to_read():
     assert {str(folder): n for folder, n in folders.items() if n > 12} == {}
 
 
+def test_every_file_is_short_enough_to_read():
+    """Several had grown to 800 lines: each held more than one idea."""
+    files = [ROOT / path for path in trees()] + [*(ROOT / "csrc").rglob("*.*")]
+    lengths = {str(f.relative_to(ROOT)): f.read_bytes().count(b"\n") for f in files}
+    assert {name: length for name, length in lengths.items() if length > 500} == {}
+
+
 def test_folders_of_tests_are_those_of_the_packages():
     """Beside them lie programs that tests run, and the tests of what is not Python."""
     others = {"programs", "native"}

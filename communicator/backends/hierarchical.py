@@ -31,7 +31,6 @@ from communicator.calls.async_work import AsyncWork
 from communicator.calls.default_collectives import P2PCall, accumulator
 from communicator.calls.dtypes import SMALL_FLOATS
 from communicator.calls.failures import describe_late, describe_lost, report
-from communicator.calls.programs import Buffer, CollectiveProgram, exchange, row
 from communicator.calls.scheduled_collectives import SubgroupCollectives
 from communicator.calls.schedules import Slice, parts
 from communicator.communicator import Communicator
@@ -50,7 +49,6 @@ from coordinator import Coordinator, FailureReason
 LEADER_NBYTES = 1 << 17  # of a tensor that one rank of each node moves: fewer messages
 SEGMENT_NBYTES = 1 << 18
 MAX_SEGMENTS = 8
-Nodes = tuple[tuple[int, ...], ...]
 Phase = Callable[[torch.Tensor], None]
 
 
@@ -237,7 +235,7 @@ class Hierarchical(Backend):
         """Row `rank` of the totals of all nodes, reduced into result."""
         for place, column in self._columns.items():
             rows = total.new_empty((len(self._nodes), result.numel()))
-            column.run_program(scattered_rows, total, rows, "", self._nodes, place)
+            column.run_program(programs.scattered_rows, total, rows, "", self._nodes, place)
             if place < len(self._node_ranks):
                 rows[self._node] = total[self.rank]
                 self._write_result(result, column.reduce_parts(rows, _partial_op(op)), op)
@@ -297,7 +295,9 @@ class Hierarchical(Backend):
     def _gather_rows(self, out: torch.Tensor, numel: int, segment: Slice) -> None:
         """A segment of the rows of other nodes' ranks, for each column of this rank."""
         for place, column in self._columns.items():
-            column.run_program(gathered_rows, out, out, "", self._nodes, place, numel, segment)
+            column.run_program(
+                programs.gathered_rows, out, out, "", self._nodes, place, numel, segment
+            )
 
     def _share_rows(self, out: torch.Tensor, numel: int, segment: Slice) -> None:
         """Each rank of this node has the rows of its columns: give them to the others."""
@@ -316,7 +316,7 @@ class Hierarchical(Backend):
 
     def _swap_between(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """Alltoall among the ranks of different nodes."""
-        self._network.run_program(swapped_rows, tensor, out, "", self._nodes[self._node])
+        self._network.run_program(programs.swapped_rows, tensor, out, "", self._nodes[self._node])
 
     def barrier(self) -> None:
         with self._failing_together("barrier"):
@@ -443,50 +443,6 @@ def first_failure(failures: Any, text: str, rank: int) -> str:
 def _was_dropped(error: DrumlineError) -> bool:
     """True for the error of a message that did not fit: the only plain CommunicatorError."""
     return type(error) is CommunicatorError
-
-
-def scattered_rows(
-    node: int, num_nodes: int, numel: int, itemsize: int, nodes: Nodes, place: int
-) -> CollectiveProgram:
-    """Of a column: the row of each node's rank at this place to it, and the rows of all to this."""
-    width = numel // sum(map(len, nodes))
-
-    def row_of(node: int) -> Slice:
-        return row(width, nodes[node][place]) if place < len(nodes[node]) else (0, 0)
-
-    recv = functools.partial(row, width if place < len(nodes[node]) else 0)
-    return CollectiveProgram((exchange(node, num_nodes, itemsize, row_of, recv),))
-
-
-def gathered_rows(
-    node: int,
-    num_nodes: int,
-    _: int,
-    itemsize: int,
-    nodes: Nodes,
-    place: int,
-    numel: int,
-    segment: Slice,
-) -> CollectiveProgram:
-    """Of a column: a segment of the row, of numel elements, of each node's rank at this place."""
-
-    def row_of(node: int) -> Slice:
-        ranks, (begin, end) = nodes[node], segment
-        if place >= len(ranks):
-            return 0, 0
-        return numel * ranks[place] + begin, numel * ranks[place] + end
-
-    own, out = row_of(node), Buffer.OUT
-    share = exchange(node, num_nodes, itemsize, lambda _: own, row_of, out, out)
-    return CollectiveProgram((share,))
-
-
-def swapped_rows(
-    rank: int, world_size: int, numel: int, itemsize: int, near: tuple[int, ...]
-) -> CollectiveProgram:
-    """An alltoall with all ranks but these."""
-    program = programs.alltoall(rank, world_size, numel, itemsize)
-    return program.with_schedules(lambda schedule: schedule.without(near))
 
 
 def _segments(numel: int, itemsize: int) -> list[Slice]:

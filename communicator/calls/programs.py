@@ -261,3 +261,52 @@ def _reduce_in_parts(
 def row(numel: int, rank: int, begin: int = 0) -> Slice:
     """The elements of a rank's row of so many."""
     return begin + numel * rank, begin + numel * (rank + 1)
+
+
+# Of ranks on nodes. nodes: the ranks of each.
+
+Nodes = tuple[tuple[int, ...], ...]
+
+
+def scattered_rows(
+    node: int, num_nodes: int, numel: int, itemsize: int, nodes: Nodes, place: int
+) -> CollectiveProgram:
+    """Of a column: the row of each node's rank at this place to it, and the rows of all to this."""
+    width = numel // sum(map(len, nodes))
+
+    def row_of(node: int) -> Slice:
+        return row(width, nodes[node][place]) if place < len(nodes[node]) else (0, 0)
+
+    recv = functools.partial(row, width if place < len(nodes[node]) else 0)
+    return CollectiveProgram((exchange(node, num_nodes, itemsize, row_of, recv),))
+
+
+def gathered_rows(
+    node: int,
+    num_nodes: int,
+    _: int,
+    itemsize: int,
+    nodes: Nodes,
+    place: int,
+    numel: int,
+    segment: Slice,
+) -> CollectiveProgram:
+    """Of a column: a segment of the row, of numel elements, of each node's rank at this place."""
+
+    def row_of(node: int) -> Slice:
+        ranks, (begin, end) = nodes[node], segment
+        if place >= len(ranks):
+            return 0, 0
+        return numel * ranks[place] + begin, numel * ranks[place] + end
+
+    own, out = row_of(node), Buffer.OUT
+    share = exchange(node, num_nodes, itemsize, lambda _: own, row_of, out, out)
+    return CollectiveProgram((share,))
+
+
+def swapped_rows(
+    rank: int, world_size: int, numel: int, itemsize: int, near: tuple[int, ...]
+) -> CollectiveProgram:
+    """An alltoall with all ranks but these."""
+    program = alltoall(rank, world_size, numel, itemsize)
+    return program.with_schedules(lambda schedule: schedule.without(near))

@@ -201,18 +201,18 @@ def tried_manager(
     Some steps are tried. Raises what they raise, and DrumlineError if generate() has other logits:
     some models keep more than keys and values, or read those of other layers.
     """
-    from drumline.contact.batching import paged_batches
+    from drumline.contact.batching import batch_settings, paged_batches
 
     prompt = list(range(max(1, min(TRIED_TOKENS, length - TRIED_STEPS))))
     expected = _greedy_logits(model, prompt)  # before the manager gives layers another attention
     manager = paged_batches.PagedManager(
         model._batched_ranks,
         model,
-        paged_batches.Workload(max_generated_length=length, share=share),
+        batch_settings.Workload(max_generated_length=length, share=share),
         choose,
         tokens_beside,
         generation_config=generation_settings(do_sample=False, eos_token_id=-1),
-        continuous_batching_config=paged_batches.batch_settings(**settings),
+        continuous_batching_config=batch_settings.batch_settings(**settings),
     )
     try:
         for own, other in zip(expected, manager.try_steps(prompt, TRIED_STEPS), strict=False):
@@ -274,21 +274,21 @@ class PagedGenerationMixin:
         PeerLost is raised to whoever adds a request, waits for a result or stops it; a handler of
         results gets an output that failed.
         """
-        from drumline.contact.batching import paged_batches
+        from drumline.contact.batching import batch_settings, paged_batches
 
         generation: Any = generation_config or getattr(self, "generation_config", None)
         settings = (
             continuous_batching_config
             or getattr(generation, "continuous_batching_config", None)
-            or paged_batches.batch_settings()
+            or batch_settings.batch_settings()
         )
-        refused = paged_batches.refused_settings(settings)
+        refused = batch_settings.refused_settings(settings)
         is_on_cpu = self.device.type == "cpu"  # type: ignore[attr-defined]
         if self._driver is None and self._prefetcher is None and (refused or not is_on_cpu):
             return super().init_continuous_batching(  # type: ignore[misc]
                 generation_config, continuous_batching_config, workload_hints
             )
-        paged_batches.check_settings(settings)
+        batch_settings.check_settings(settings)
         if (kept := paged_batches.kept_manager(self, self._driver)) is not None:
             log.info("rank 0: the manager that was kept is used again, with the settings it has")
             return kept

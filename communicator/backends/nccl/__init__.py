@@ -24,7 +24,7 @@ from communicator.backend import Backend
 from communicator.backends.nccl import nccl_library
 from communicator.backends.nccl.exit_notice import ExitNotice
 from communicator.backends.nccl.given_stream import GivenStream
-from communicator.backends.nccl.nccl_library import NcclLibrary, version_text
+from communicator.backends.nccl.nccl_library import NcclLibrary
 from communicator.backends.nccl.oneshot import Algorithm, Oneshot, is_aligned, select_algorithm
 from communicator.backends.nccl.registered_memory import RegisteredMemory
 from communicator.backends.nccl.watchdog import Watchdog
@@ -167,7 +167,7 @@ class Nccl(PluginBackend):
         self._stream = stream
         if stream is not None:
             self.given_stream = GivenStream(stream, self._me)
-        self._library, self._library_problem = _find(library)
+        self._library, self._library_problem = nccl_library.found(library)
         if existing is None:
             options: dict[str, Any] = {
                 "library": getattr(self._library, "path", ""),
@@ -195,7 +195,8 @@ class Nccl(PluginBackend):
     def _connect(self) -> None:
         """Make the first connections now, with a deadline, and start to watch for failures."""
         if torch.cuda.is_available():
-            _warn_of_driver()
+            if torch.version.hip is None:
+                nccl_library.warn_of_driver()
             try:
                 self.barrier()
                 self.synchronize()
@@ -223,25 +224,9 @@ class Nccl(PluginBackend):
         if not self.is_gpu_named and torch.cuda.is_available():
             proposal["gpu"] = str(torch.cuda.get_device_properties(self.device).uuid)
         proposals = self.coor.allgather_object(proposal)
-        self._check_libraries(proposals)
+        nccl_library.check_same(self._me, self.coor.peers, proposals)
         self._check_gpus([proposal.get("gpu") for proposal in proposals])
         return proposals[0]["name"], proposals[0]["unique_id"]
-
-    def _check_libraries(self, proposals: list[dict[str, Any]]) -> None:
-        """Raise Unsupported on every rank unless all have the same library."""
-        for peer, proposal in zip(self.coor.peers, proposals, strict=True):
-            if proposal["problem"]:
-                raise Unsupported(f"{self._me}: {peer}: {proposal['problem']}")
-        if len({tuple(proposal["build"]) for proposal in proposals}) > 1:
-            builds = "; ".join(
-                f"{self.rank_name(rank)} has NCCL {version_text(proposal['build'][0])} at "
-                f"{proposal['path']} ({proposal['build'][1]} bytes)"
-                for rank, proposal in enumerate(proposals)
-            )
-            raise Unsupported(
-                f"{self._me}: the ranks have different NCCL libraries, whose messages may "
-                f"differ: {builds}. Install the same one everywhere, or name it with library=."
-            )
 
     def _check_gpus(self, gpus: Sequence[str | None]) -> None:
         """Raise Unsupported on every rank if two have one GPU, which nobody named."""
@@ -505,22 +490,3 @@ class Nccl(PluginBackend):
             "device": self.device,
             "stream": self._stream,
         }
-
-
-def _warn_of_driver() -> None:
-    if torch.version.hip is None and (missing := nccl_library.missing_graph_functions()):
-        warnings.warn(
-            f"this CUDA driver has no {', no '.join(missing)}: close() cannot notice CUDA graphs "
-            "that hold calls, and NCCL would wait for them for ever. Reset them before, and run "
-            "each call once before it is captured; or install a newer driver.",
-            RuntimeWarning,
-            stacklevel=6,
-        )
-
-
-def _find(path: str | None) -> tuple[NcclLibrary | None, str]:
-    """The library, or the reason why there is none: the peers must learn it before they wait."""
-    try:
-        return nccl_library.find(path), ""
-    except Unsupported as error:
-        return None, str(error)

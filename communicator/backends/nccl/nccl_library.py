@@ -9,11 +9,14 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from communicator.errors import Unsupported
+from coordinator import Peer
 from launcher import linux
 
 SONAMES = ("libnccl.so.2", "librccl.so.1")
@@ -122,6 +125,31 @@ def find(path: str | None = None) -> NcclLibrary:
     )
 
 
+def found(path: str | None) -> tuple[NcclLibrary | None, str]:
+    """The library, or the reason why there is none: the peers must learn it before they wait."""
+    try:
+        return find(path), ""
+    except Unsupported as error:
+        return None, str(error)
+
+
+def check_same(me: str, peers: Sequence[Peer], proposals: list[dict[str, Any]]) -> None:
+    """Raise Unsupported on every rank unless all have the same library. By rank, as proposed."""
+    for peer, proposal in zip(peers, proposals, strict=True):
+        if proposal["problem"]:
+            raise Unsupported(f"{me}: {peer}: {proposal['problem']}")
+    if len({tuple(proposal["build"]) for proposal in proposals}) > 1:
+        builds = "; ".join(
+            f"rank {peer.rank} has NCCL {version_text(proposal['build'][0])} at {proposal['path']} "
+            f"({proposal['build'][1]} bytes)"
+            for peer, proposal in zip(peers, proposals, strict=True)
+        )
+        raise Unsupported(
+            f"{me}: the ranks have different NCCL libraries, whose messages may differ: {builds}. "
+            "Install the same one everywhere, or name it with library=."
+        )
+
+
 def candidates() -> Iterator[str]:
     """Files in order of preference: loaded ones, then those of installed packages."""
     for soname in SONAMES:
@@ -161,6 +189,18 @@ def missing_graph_functions(driver: str = "libcuda.so.1") -> list[str]:
         for names in GRAPH_FUNCTIONS
         if not any(hasattr(library, name) for name in names)
     ]
+
+
+def warn_of_driver() -> None:
+    """Warn if the CUDA driver lacks functions by which graphs with calls are noticed."""
+    if missing := missing_graph_functions():
+        warnings.warn(
+            f"this CUDA driver has no {', no '.join(missing)}: close() cannot notice CUDA graphs "
+            "that hold calls, and NCCL would wait for them for ever. Reset them before, and run "
+            "each call once before it is captured; or install a newer driver.",
+            RuntimeWarning,
+            stacklevel=6,
+        )
 
 
 def version_text(version: int) -> str:
