@@ -215,7 +215,8 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
         """
         if dim is None and sizes is None:
             return self._calls.allgather(tensor, out=out)
-        return allgather_along(self._calls, self.allgather, tensor, out, dim, sizes)
+        joined = (self._calls, self.allgather, tensor, out, dim, sizes)
+        return self._calls.or_decline(lambda: allgather_along(*joined))
 
     def reduce_scatter(
         self,
@@ -233,8 +234,8 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
         """
         if dim is None and sizes is None:
             return self._calls.reduce_scatter(tensor, op, out=out)
-        calls, reduce_scatter = self._calls, self.reduce_scatter
-        return reduce_scatter_along(calls, reduce_scatter, tensor, op, out, dim, sizes)
+        cut = (self._calls, self.reduce_scatter, tensor, op, out, dim, sizes)
+        return self._calls.or_decline(lambda: reduce_scatter_along(*cut))
 
     def alltoall(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Row i of the result is what rank i had in row `rank`: [world_size, *shape]. Collective.
@@ -481,8 +482,6 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
     def all_to_all(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """An alias of alltoall."""
         return self.alltoall(tensor, out=out)
-
-    # Internal.
 
     def _start_message(self, kind: str, tensor: torch.Tensor, peer: int) -> CallHandle:
         self.coor.note_peer(peer)

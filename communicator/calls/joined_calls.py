@@ -1,6 +1,8 @@
 """Collectives along a dim of the tensor, and of parts whose sizes differ.
 
 joined = allgather_along(calls, comm.allgather, tensor, None, dim=-1, sizes=[3, 5])
+
+A mistake is raised on this rank alone: see CheckedCalls.or_decline.
 """
 
 from __future__ import annotations
@@ -24,19 +26,8 @@ def allgather_along(
 ) -> torch.Tensor:
     """Every rank's tensor, joined along dim. sizes: that of each rank there, if they differ.
 
-    allgather: the user's call of equal parts. A mistake is raised on all ranks.
+    allgather: the user's call of equal parts.
     """
-    return calls.or_decline(lambda: _allgathered(calls, allgather, tensor, out, dim, sizes))
-
-
-def _allgathered(
-    calls: CheckedCalls,
-    allgather: Callable[[torch.Tensor], torch.Tensor],
-    tensor: torch.Tensor,
-    out: torch.Tensor | None,
-    dim: int | None,
-    sizes: Sequence[int] | None,
-) -> torch.Tensor:
     _check_no_out(calls, "allgather", out)
     calls.backend.check_tensor("allgather", tensor)
     dim = check_dim(calls.rank_name(), "allgather", tensor, dim)
@@ -65,20 +56,8 @@ def reduce_scatter_along(
 ) -> torch.Tensor:
     """This rank's part of the reduction, which is cut along dim, evenly or into these sizes.
 
-    reduce_scatter: the user's call of equal parts. A mistake is raised on all ranks.
+    reduce_scatter: the user's call of equal parts.
     """
-    return calls.or_decline(lambda: _reduced(calls, reduce_scatter, tensor, op, out, dim, sizes))
-
-
-def _reduced(
-    calls: CheckedCalls,
-    reduce_scatter: Callable[[torch.Tensor, Op], torch.Tensor],
-    tensor: torch.Tensor,
-    op: Op,
-    out: torch.Tensor | None,
-    dim: int | None,
-    sizes: Sequence[int] | None,
-) -> torch.Tensor:
     _check_no_out(calls, "reduce_scatter", out)
     calls.backend.check_tensor("reduce_scatter", tensor)
     dim = check_dim(calls.rank_name(), "reduce_scatter", tensor, dim)
