@@ -62,7 +62,7 @@ class Coordinator(Collectives, SharedState):
     info: who this process is; launcher.current() if not given.
     timeout_s: the deadline of every call that is not given one of its own.
     timings: how soon failures are noticed; those of a rank's first Coordinator count.
-    transport: "gloo" for collective calls over a gloo group; else shared memory within a node, and
+    transport: "gloo" for collective calls over a gloo group; None for shared memory in a node, and
         connections between nodes. The same on every rank.
     encrypt: encrypt all that leaves a process by a connection, as `drumline run --encrypt` lets all
         Coordinators do. The same on every rank.

@@ -97,7 +97,7 @@ class CoordinatorTimings(ConnectionTimings):
     """Of rank 0 in a failed group, for the others to hear why it failed. Must exceed reason_s."""
 
     def for_ranks(self, world_size: int, num_nodes: int | None = None) -> CoordinatorTimings:
-        """With longer pauses where rank 0 could not bear what so many ranks ask, and longer limits
+        """With longer pauses where rank 0 could not bear what all ranks ask, and longer limits
         for what is learnt from it.
 
         num_nodes: as soon as each node sends its heartbeats together.

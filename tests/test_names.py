@@ -21,6 +21,17 @@ ORDINARY = {"island", "seat", "seated", "blame"}  # words of plain English, in a
 RIDDLES = ("What ", "Who ", "How ", "Where ", "Which ", "Whether ", "Those ", "The same")
 
 
+FOREIGN = {
+    r"\bso many\b": "give the parameter's name",
+    r"\bany more\b": "no longer",
+    r"\bbut for\b": "except",
+    r"[;,] else [a-z]": "otherwise",
+    r"\bor else\b": "or, otherwise",
+    r"(^|[.:] )Else ": "Otherwise",
+    r"\b(?<!there )(?<!There )(is|are|was) no (?!longer|more|less|doubt|matter)[a-z]": "is not a",
+}
+"""What gives away that a sentence was thought in another language, and what to write."""
+
 OUTSIDE = ("tests", "examples", "benchmarks")
 
 
@@ -110,3 +121,23 @@ def test_functions_are_short():
     )
     assert lengths[len(lengths) // 2] <= 9
     assert lengths[len(lengths) * 9 // 10] <= 35
+
+
+def _sentences(tree: ast.Module) -> list[str]:
+    """The texts of a module: docstrings and messages."""
+    texts = (node.value for node in nodes(tree) if isinstance(node, ast.Constant))
+    return [text for text in texts if isinstance(text, str) and " " in text]
+
+
+def test_no_sentence_gives_a_translation_away():
+    """An error said "is no launch", and a help text "after so many seconds"."""
+    wrong = []
+    for path, tree in trees().items():
+        for text in _sentences(tree):
+            wrong += [
+                f"{path}: {found.group()!r} in {text[:60]!r}; write: {better}"
+                for pattern, better in FOREIGN.items()
+                for found in [re.search(pattern, text, re.MULTILINE)]
+                if found
+            ]
+    assert wrong == []

@@ -111,7 +111,7 @@ class Hierarchical(Backend):
             self._node_of[rank] * self._num_columns + self._nodes[self._node_of[rank]].index(rank)
             for rank in range(self.world_size)
         )
-        self._places = torch.tensor([*places])  # of each rank in rows of nodes with so many columns
+        self._places = torch.tensor([*places])  # of each rank, in rows of nodes
 
     def close(self) -> None:
         self._resources.close()

@@ -411,7 +411,7 @@ class Tcp(ScheduledCollectives, Backend):
         )
 
     def _network_failure(self, peer: int, patience_s: float | None = None) -> str:
-        """The network failure under the connection, if there is one; else ""."""
+        """The network failure under the connection, if there is one; otherwise ""."""
         with self._link(peer) as link:
             return link_state.describe_silence(link, patience_s or timings.TIMINGS.liveness_poll_s)
 

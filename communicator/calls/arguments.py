@@ -46,8 +46,8 @@ def _kind_problem(tensor: torch.Tensor, device_type: str) -> str:
     """Why no backend moves tensors of this kind, or ""."""
     if tensor.is_nested:
         return (
-            "a nested tensor is no one piece of memory that others could read. Pass its parts, one "
-            "by one: tensor.unbind()"
+            "a nested tensor is not one piece of memory that others could read. Pass its parts, "
+            "one by one: tensor.unbind()"
         )
     if tensor.is_meta:
         return (

@@ -43,7 +43,7 @@ class Buffer(IntEnum):
 class Copy(NamedTuple):
     """Elements begin to end of source, into target from element `to` on.
 
-    under_way: so many rounds of the transfers before it need not have ended.
+    under_way: how many rounds of the transfers before it need not have ended.
     """
 
     source: Buffer
@@ -259,7 +259,7 @@ def _reduce_in_parts(
 
 
 def row(numel: int, rank: int, begin: int = 0) -> Slice:
-    """The elements of a rank's row of so many."""
+    """The elements of a rank's row, where each row has `numel`."""
     return begin + numel * rank, begin + numel * (rank + 1)
 
 

@@ -56,7 +56,7 @@ class ProgramRunner(CollectivesFromP2P):
         return AsyncWork([]).run(call)
 
     def compiled(self, build: Callable[..., CollectiveProgram], *key: Hashable) -> Any:
-        """The compiled program of such a call that has been made before; else None."""
+        """The compiled program of such a call that has been made before; None without one."""
         return None if self._programs is None else self._programs.get((build, *key))
 
     def run_program(

@@ -113,7 +113,7 @@ def window(message_nbytes: int) -> int:
 
 
 def dissemination(rank: int, world_size: int, row: int) -> Schedule:
-    """An allgather in log2 rounds (Bruck's): rows of so many elements, this rank's own first.
+    """An allgather in log2 rounds (Bruck's): rows of `row` elements, this rank's own first.
 
     Row i of the buffer becomes that of rank (rank + i) % world_size.
     """
@@ -193,7 +193,7 @@ def gather(rank: int, world_size: int, dst: int, row: Callable[[int], Slice]) ->
 
 
 def parts(numel: int, count: int) -> list[Slice]:
-    """Elements cut into so many parts that differ by at most one, in order."""
+    """`numel` elements in `count` parts that differ by at most one, in order."""
     return cut((0, numel), count)
 
 
@@ -204,9 +204,9 @@ def cut(elements: Slice, count: int) -> list[Slice]:
 
 
 def is_gathered(world_size: int, nbytes: int) -> bool:
-    """For a reduction of so many bytes: whether every rank gets all tensors and adds them itself.
+    """For a reduction of `nbytes`: whether every rank gets all tensors and adds them itself.
 
-    Else each rank adds a part of all tensors, which takes a message more, and fewer bytes.
+    Otherwise each rank adds a part of all tensors, which takes a message more, and fewer bytes.
     """
     if world_size == 2:
         return nbytes < SHARED_NBYTES
@@ -215,7 +215,7 @@ def is_gathered(world_size: int, nbytes: int) -> bool:
 
 
 def is_rotated(world_size: int, nbytes: int) -> bool:
-    """True if an alltoall of so many bytes a rank goes by rotations(), and not pairwise().
+    """True if an alltoall of `nbytes` a rank goes by rotations(), and not pairwise().
 
     Fewer messages, and more bytes: half of them move in each round.
     """

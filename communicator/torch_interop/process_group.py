@@ -71,7 +71,7 @@ class DrumlineProcessGroup(GroupCollectives):
         global_ranks: Sequence[int] = (),
         chosen: Chosen | None = None,
     ) -> None:
-        """whole: the group of which this one is a part, those ranks. Else this is collective.
+        """whole: the group of which this one is a part, those ranks. Otherwise this is collective.
 
         chosen: the class for each kind of device, if all ranks know it already.
         """

@@ -190,7 +190,7 @@ class ControlServer:
             pass  # it has ended already
 
     def wait(self, timeout_s: float, stuck: Mapping[int, float] = MappingProxyType({})) -> bool:
-        """True if all ranks leave in time. stuck: ranks that may stay, after so many seconds."""
+        """True if all ranks leave in time. stuck: ranks that may stay after these seconds."""
         start = time.monotonic()
         deadline = start + timeout_s
         while not self._over.wait(min(self.timings.idle_s, max(0.0, deadline - time.monotonic()))):

@@ -72,7 +72,7 @@ class Session:
         return self.heartbeat.timings
 
     def set_num_speakers(self, count: int) -> None:
-        """Send as many heartbeats as rank 0 can bear from so many ranks."""
+        """Send no more heartbeats than rank 0 can bear from all ranks."""
         timings = self._timings.for_ranks(self.info.world_size, count)
         self.heartbeat.set_timings(timings)
         if self.server is not None:
@@ -293,7 +293,7 @@ class _ProcessSession:
         self, timeout_s: float | None, stuck: Mapping[int, float] = MappingProxyType({})
     ) -> list[int]:
         """One Coordinator less. At rank 0 the last one waits until all ranks have left, unless
-        timeout_s is None; for stuck ones so many seconds. Returns those that had not in time."""
+        timeout_s is None; stuck ones for their own time. Returns those that had not in time."""
         with self.lock:
             session, server = self.session, self.server
             assert session is not None

@@ -47,7 +47,7 @@ class FailureQueries(GroupMember):
         The callback runs on a thread of the Coordinator, which lives as long as there are
         subscribers; it may close the subscription or the Coordinator. is_waiting: a rank that is
         suspended or unreachable, and may recover, is reported only while this is true.
-        unreachable_s: a rank that does not answer is reported only after so many seconds.
+        unreachable_s: for how long a rank must not have answered before it is reported.
 
         with coor.on_failure(lambda failure: comm.abort()):
             ...
@@ -146,7 +146,7 @@ class FailureQueries(GroupMember):
         return ()
 
     def _ended_ranks(self) -> set[int]:
-        """The failed ranks but for those that may only have noticed the failure of another."""
+        """The failed ranks, except those that may only have noticed the failure of another."""
         hearsay = (FailureReason.LEFT, FailureReason.REPORTED)
         ended = {failure.rank for failure in self.failures() if failure.reason not in hearsay}
         if self._detector is not None:  # what was reported of these says no more than that

@@ -61,7 +61,7 @@ class FailureScan:
             return tuple(sorted(self._failures.values(), key=self._occurrence))
 
     def _occurrence(self, failure: RankFailure) -> CauseOrder:
-        """The order by time of the failure; ranks that left come last, for they are no cause."""
+        """The order by time of the failure; ranks that left come last, for they cause none."""
         return CauseOrder.of(
             failure.rank,
             self._failed_at[failure.rank],

@@ -139,7 +139,7 @@ def describe(
     others: Sequence[int],
     describe_rank: Callable[[int], str],
 ) -> str:
-    """The deadlock that this rank is in, or else where the ranks are that are not in its call.
+    """The deadlock that this rank is in; without one, where the ranks are that are not in its call.
 
     look: for a rank of the launch.
     """

@@ -302,7 +302,7 @@ def _peer(introduction: _Introduction) -> Peer:
 
 
 def _dead_peer(request: str, since_s: float) -> str:
-    """The peer that made it since then, packed, if its process has ended; else empty."""
+    """The peer that made it since then, packed, if its process has ended; otherwise empty."""
     _, written_s, peer = request.split(" ", 2)
     is_dead = float(written_s) > since_s and Peer.unpack(peer.encode()).is_known_dead()
     return peer if is_dead else ""

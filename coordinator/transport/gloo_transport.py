@@ -91,7 +91,7 @@ class GlooTransport:
         return [_bytes(row) for row in out.view(self._size, -1)]
 
     def _share(self, large: Sequence[tuple[Entry, int]], own: dict[int, bytes]) -> list[Entry]:
-        """The entries that all ranks need: at once if all give as much, else rank by rank."""
+        """The entries that all ranks need: at once if all give as much, otherwise rank by rank."""
         sources = [entry.src_node for entry, _ in large]
         sizes = {nbytes for _, nbytes in large}
         if sources == [*range(self._size)] and len(sizes) == 1:

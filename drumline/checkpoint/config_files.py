@@ -140,7 +140,7 @@ def read_generation_config(path: str | Path) -> Any:
 def _check_numbers(folder: Path, content: Mapping[str, Any], index: Index) -> None:
     """Raise for numbers that no model has, and for more layers than there are tensors.
 
-    To make so many would take hours and all memory, for nothing.
+    To make them all would take hours and all memory, for nothing.
     """
     most = max(len(index), MAX_LAYERS)
     for name, value in _all_fields(content):

@@ -203,7 +203,7 @@ class CopyCheck:
         return digest.digest()[:DIGEST_NBYTES]
 
     def _difference(self, names: Sequence[str], parts: Mapping[int, bytes]) -> str:
-        """The first tensor in which a copy differs from that of rank 0, in words; else nothing."""
+        """The first tensor in which a copy differs from that of rank 0, in words; "" if none."""
         digests = {rank: part.partition(b"\0")[2] for rank, part in parts.items()}
         for at, name in enumerate(names):
             for ranks in self._copies[1:]:

@@ -150,7 +150,7 @@ def share_index(
 
 
 def choose_config(stored: Any, user_config: Any) -> Any:
-    """The config to build with: a copy of the user's if there is one, else the stored one.
+    """The config to build with: a copy of the user's if there is one, otherwise the stored one.
 
     The class and the dtype that the user's leaves open are those of the stored one.
     """

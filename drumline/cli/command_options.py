@@ -203,7 +203,7 @@ def _job_of_nodes(
 
 @contextlib.contextmanager
 def _sigterm_ends_well() -> Iterator[None]:
-    """Within, SIGTERM to the command ends its ranks, and is no failure if all of them end well."""
+    """Within, SIGTERM to the command ends its ranks, and is success if all of them end well."""
 
     def on_sigterm(*_: object) -> None:
         raise SystemExit

@@ -27,7 +27,7 @@ from launcher.cli import (
 
 JOINABLE = ("run", "serve", "generate", "auto")  # the commands that start ranks on several machines
 EPILOG = """\
-exit codes: 1 the launch could not be joined; 2 wrong usage; else those of the command that the
+exit codes: 1 the launch could not be joined; 2 wrong usage; otherwise those of the command that the
 first machine runs"""
 
 

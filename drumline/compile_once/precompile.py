@@ -102,7 +102,7 @@ def get_or_build(
     cache = _on_all_ranks(coor, lambda: ArtifactCache(folder))
     data = _on_all_ranks(coor, lambda: cache.load(key) if coor.rank == leader else None)
     has = coor.allgather_object(data is not None)
-    # By key, the rank that sends it: the lowest leader that has it, or else the one that builds it.
+    # By key, the rank that sends it: the lowest leader that has it, or the one that builds it.
     sources = {k: next((r for r in ranks if has[r]), ranks[0]) for k, ranks in leaders.items()}
     builds = sources[key] == coor.rank and data is None
     work = functools.partial(_build, cache, key, build) if builds else lambda: None

@@ -117,7 +117,7 @@ def join_rows(outputs: Sequence[Any], cache: Any) -> Any:
 
 
 def join_chunks(outputs: Sequence[Any], tokens: Sequence[int]) -> Any:
-    """One output of all tokens from those of spans that follow each other, of so many tokens each.
+    """One output of all tokens from those of spans that follow each other, of `tokens` each.
 
     What has not all tokens of each span in its second dimension is that of the last span.
     """

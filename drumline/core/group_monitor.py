@@ -86,7 +86,7 @@ class GroupMonitor:
             me, layers = self.coor.ranks[self.coor.rank], self.layers_by_rank[failures[0].rank]
             raise PeerLost(
                 f"rank {me} lost {failures[0]}, which holds {layers}, so the model cannot run any "
-                "more.",
+                "longer.",
                 failures,
                 advice=f"Start all ranks again. ({_group_error(self.coor) or error})",
             ) from error

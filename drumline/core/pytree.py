@@ -219,7 +219,7 @@ def new_tensor_kinds(spec: Any) -> list[str]:
 
 
 def has_reusable_arguments(arguments: TreeSpec) -> bool:
-    """True if a call's arguments, but for the first, can be used again for the next such call.
+    """True if a call's arguments after the first can be used again for the next such call.
 
     The first tensor, in which the calls of a stack of layers differ, must be the first argument and
     nothing else, and there must be nothing inside that a layer could have changed.

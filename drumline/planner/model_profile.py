@@ -151,7 +151,7 @@ def layer_names(
 
 
 def _entry_around(name: str, entries: Collection[str]) -> str:
-    """The innermost entry of a list of modules that holds the module, else itself.
+    """The innermost entry of a list of modules that holds the module, otherwise itself.
 
     Some models name only the attention of a layer; splitting there would double the hops.
     """

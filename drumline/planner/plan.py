@@ -66,8 +66,8 @@ def plan(
     "fastest" gives the most tokens a second at these `speeds`, for passes such as `step`, and may
     leave slow places empty; a mapping of module names (or prefixes) to a place or rank is checked
     and completed. Layers stay contiguous; the parts around them go to the first place, where
-    generate() runs, if they fit (a head elsewhere sends a vocabulary back per token), else to the
-    last one.
+    generate() runs, if they fit (a head elsewhere sends a vocabulary back per token), otherwise to
+    the last one.
 
     The CPU of a rank that has an accelerator, and "disk", are used only if the model does not fit
     without; then memory for two layers is kept free where they run: one at work, one on its way.

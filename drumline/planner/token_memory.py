@@ -52,7 +52,7 @@ class TokenMemory:
     error: str = ""
 
     def of_batch(self, batch: int, measured: int) -> TokenMemory:
-        """With what so many sequences keep, of which as many as were measured are in a pass."""
+        """With what `batch` sequences keep, of which `measured` are in a pass at a time."""
         kept = {name: -(-nbytes * batch // measured) for name, nbytes in self.kept.items()}
         return dataclasses.replace(self, kept=kept)
 

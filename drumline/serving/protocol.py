@@ -311,7 +311,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def json_schema(self) -> dict[str, Any] | None:
-        """The schema of the calls if the answer must call a tool, else that of the response."""
+        """The schema of the calls where the answer must call a tool, or that of the response."""
         if self.tool_choice == "required":
             return schema_of_calls(self._functions(), None if self.parallel_tool_calls else 1)
         if isinstance(self.tool_choice, NamedTool):

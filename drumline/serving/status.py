@@ -110,5 +110,5 @@ class StatusReport:
 
 
 def _percentile(values: Sequence[float], percent: int) -> float:
-    """The smallest value that so many percent do not exceed. values: sorted, not empty."""
+    """The smallest value that `percent` of them do not exceed. values: sorted, not empty."""
     return round(values[max(-(-len(values) * percent // 100) - 1, 0)], 4)

@@ -159,7 +159,7 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 @dataclass
 class HeaderCache:
-    """The bytes of a message but for its tensors' values: likely those of the next one."""
+    """The bytes of a message without its tensors' values: likely those of the next one."""
 
     head: bytes
     layout: TensorLayout

@@ -55,7 +55,7 @@ def fill(
 
     places: the owner and device of each part of the model, see `profile_model`; what is on "disk"
         stays on meta.
-    dtype: what the model is loaded in, but for tensors that it wants wider; as it is, if None.
+    dtype: what the model is loaded in, except tensors that it wants wider; as it is, if None.
     progress: a bar on the master; if its stderr is a terminal, if None.
 
     Needs the rank's share and two blocks of 8 MiB.

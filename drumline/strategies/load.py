@@ -112,7 +112,7 @@ def load(
     tp_plan: "auto" for the plan that the model carries; "ep" for the same with the experts of a
         mixture whole, each on one rank; "sequence" for the same with the tokens partitioned between
         norms; or styles by module name, see `read_plan`.
-    device: of this rank, where layers are split; cuda:{local_rank} if there is one, else cpu.
+    device: of this rank, where layers are split; cuda:{local_rank} if there is one, otherwise cpu.
 
     How it is read and run:
 

@@ -213,7 +213,7 @@ def describe_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
 
 
 def checkpoint_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:
-    """The dtype that is asked for, else that of the checkpoint."""
+    """The dtype that is asked for, otherwise that of the checkpoint."""
     kind: type[DrumlineError] = PlanError
     source = ""
     if dtype in (None, "auto"):
@@ -241,7 +241,7 @@ def _has_files(folder: Path, options: LoadOptions) -> bool:
 
 
 def _config_of(path: str | Path, fields: Any, code: bool) -> Any:
-    """The config that rank 0 has read, on a rank that need not have the files, but for their code.
+    """The config that rank 0 has read, on a rank that need only have their code.
 
     fields: of its config.json.
     """

@@ -29,7 +29,7 @@ Peaks = list[dict[str, int]]
 
 
 def read_generator(path: str | Path, num_tokens: int = 0, **options: Any) -> Any:
-    """The config of a model that generates text, so many tokens with the prompt.
+    """The config of a model that generates text, num_tokens with the prompt.
 
     options: of `load`.
 

@@ -92,7 +92,7 @@ def _check_heads(model: nn.Module, styles: Styles, size: int) -> None:
 
 
 def _num_heads(attention: Any, outputs: int) -> int:
-    """The number of heads in so many features, by the module around them; 0 if unknown."""
+    """The number of heads in `outputs` features, by the module around them; 0 if unknown."""
     width, count = getattr(attention, "head_dim", None), getattr(attention, "num_heads", None)
     if isinstance(width, int):
         return outputs // width

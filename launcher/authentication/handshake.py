@@ -190,7 +190,7 @@ class AuthenticatedListener:
     authorize(hello): the Answer, and for DUPLICATE_RANK the process that is this rank already.
     on_other_encryption(hello): of a rank that has the secret, and encrypts where this end does not,
     or the reverse; it is sent away.
-    max_pending: so many unauthenticated connections may wait.
+    max_pending: the unauthenticated connections that may wait.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class AuthenticatedListener:
         self._pending: dict[socket.socket, _PendingConnection] = {}  # the oldest first
         self._num_rejected = 0
         self._num_errors = 0
-        self._is_full = False  # there were no descriptors left but for those who may stay
+        self._is_full = False  # no descriptors were left, except those of connections that may stay
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ, Handler(self._accept))
 

@@ -52,7 +52,7 @@ def add_options(run: argparse.ArgumentParser) -> None:
         default="1",
         metavar="N",
         help="ranks on this node: a number, cpu (one per core), gpu (one per GPU), or auto (gpu if "
-        "there is one, else cpu); default: %(default)s",
+        "there is one, otherwise cpu); default: %(default)s",
     )
     launcher_option = run.add_argument(
         "--launcher",
@@ -65,14 +65,14 @@ def add_options(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--log-dir", metavar="FOLDER", help="write a file per rank and stream; default: none"
     )
-    timeout_help = "end the launch after so many seconds; default: never"
+    timeout_help = "end the launch after SECONDS; default: never"
     run.add_argument("--timeout", type=float, metavar="SECONDS", help=timeout_help)
     run.add_argument(
         "--max-restarts",
         type=_count,
         default=0,
         metavar="N",
-        help="start all ranks again after a failure, so many times; default: %(default)s",
+        help="start all ranks again after a failure, at most N times; default: %(default)s",
     )
     run.add_argument("--patience", **PATIENCE_OPTION)
     bind_help = "pin each rank to its own cores; OMP_NUM_THREADS is their number in local launches"

@@ -43,7 +43,7 @@ def main(folder: str, kind: str, name: str, *arguments: str) -> int:
 
 
 def complete_record(folder: Path, rank: int, failure: dict[str, Any]) -> None:
-    """Write the file of a rank that was killed; else its traceback to its log, if it has one."""
+    """Write the file of a rank that was killed; of others, the traceback to their log."""
     file, log = _file(folder, rank), folder / LOGS / f"rank-{rank}.err"
     if not file.exists():
         write_record(folder, rank, {"failure": failure})

@@ -24,7 +24,7 @@ from launcher.system.held_forks import HeldForks
 
 
 class ForkServerHandle:
-    """The fork server's process: forked where that is safe, else in a new interpreter."""
+    """The fork server's process: forked where that is safe, otherwise in a new interpreter."""
 
     def __init__(self, plan: ForkPlan, pipes: LauncherPipes, output: Output) -> None:
         self.job = plan.job

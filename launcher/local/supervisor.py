@@ -275,7 +275,7 @@ class Supervisor:
             self.server_stopped_s = now
             self.output.notice(
                 f"the fork server (pid {self.server_pid}) was suspended, and ends no rank now: "
-                f"`kill -CONT {self.server_pid}` resumes it; else the launch ends soon."
+                f"`kill -CONT {self.server_pid}` resumes it; otherwise the launch ends soon."
             )
         elif (
             self.is_ending

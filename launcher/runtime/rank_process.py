@@ -57,7 +57,7 @@ def run(setup: RankSetup, job: Job, server: int, owns_process: bool) -> None:
     """Become the rank, in a process that the fork server has just forked. Never returns.
 
     owns_process: the process was started for this launch, so leaving it by SystemExit runs only the
-    target's own exit handlers; else those inherited from the program must not run here.
+    target's own exit handlers; otherwise those inherited from the program must not run here.
     """
     setup = replace(setup, info=outliving.with_report(setup.info, setup.pipes.report))
     _setup_child(setup, job, server)

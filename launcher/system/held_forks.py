@@ -45,7 +45,7 @@ class HeldForks:
         return pid
 
     def end(self, let_go: bool) -> None:
-        """Let all children go on, or else exit."""
+        """Let all children go on, or exit."""
         if let_go:
             os.write(self._release, b"." * self._count)
         os.close(self._waiting)

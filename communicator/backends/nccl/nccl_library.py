@@ -80,7 +80,7 @@ class NcclLibrary:
         return str(self._library.ncclGetErrorString(code).decode())
 
     def try_mem_alloc(self, nbytes: int) -> None:
-        """Raise Unsupported if the current device has no room for so many bytes; takes none."""
+        """Raise Unsupported if the current device has no room for nbytes; takes none."""
         if not hasattr(self._library, "ncclMemAlloc"):
             raise Unsupported(
                 f"registered memory is not supported by NCCL {self.version_text} ({self.path}); "
@@ -103,7 +103,7 @@ class NcclLibrary:
 
 
 def find(path: str | None = None) -> NcclLibrary:
-    """The library at path, or else the first of candidates(). Raises Unsupported with all reasons.
+    """The library at path, or the first of candidates(). Raises Unsupported with all reasons.
 
     A copy that torch has loaded comes before any other: two in one process would not know of each
     other's kernels. Only what does not exist is passed over, never what fails to load.

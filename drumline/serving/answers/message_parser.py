@@ -139,7 +139,7 @@ class TemplateParser(PlainText):
 def message_parser(
     tokenizer: Any, request: protocol.GenerationRequest, prompt: Sequence[int]
 ) -> PlainText:
-    """The parser of the answer to a prompt: by the request's grammar, else by the tokenizer's
+    """The parser of the answer to a prompt: by the request's grammar, otherwise by the tokenizer's
     response template, if it has one."""
     if not isinstance(request, protocol.ChatCompletionRequest):
         return PlainText()

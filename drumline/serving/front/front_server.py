@@ -23,8 +23,8 @@ from drumline.serving.scheduler import ServingLimits
 def serve_with_restarts(restarts: int, job: launcher.Job, model_path: str, **options: Any) -> None:
     """Answer requests here by the ranks of all nodes, which are started again if one fails.
 
-    Each open request then goes on behind the tokens that it has. Returns when stopped. restarts: at
-    most so many. job: of ranks that run serve_front(), without its arguments, on this node, the
+    Each open request then goes on behind the tokens that it has. Returns when stopped. restarts:
+    the most of them. job: of ranks that run serve_front(), without its arguments, on this node, the
     first. options: as in http_server.serve(); memory is of the ranks of all nodes, or one size.
 
     Raises LaunchError if the ranks cannot load the model, and PeerLost when one is lost after the

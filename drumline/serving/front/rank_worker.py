@@ -44,7 +44,7 @@ def serve_front(
     options: as in http_server.serve(); memory is of all these ranks, or one size. Rank 0 decides
     ranks_of_nodes, memory and max_length.
 
-    Raises PeerLost when a rank is lost, and PlanError where memory is not of so many ranks.
+    Raises PeerLost when a rank is lost, and PlanError where memory is of another number of ranks.
     """
     settings = http_server.ServerSettings.of(**options)
     # The front decides when the ranks end, so that they do not obey the signal themselves.

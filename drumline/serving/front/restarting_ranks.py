@@ -122,7 +122,7 @@ class RestartingRanks:
         return sum(self._leader.ranks_of_nodes)
 
     def _next_num_ranks(self, num_ranks: int) -> int:
-        """All, unless so many have failed to come up STARTS times in a row; then one less."""
+        """All, unless that number has failed to come up STARTS times in a row; then one less."""
         if self._is_up:
             self._failed_starts = 0
             return sys.maxsize
@@ -185,7 +185,7 @@ class RestartingRanks:
 def nodes_within(
     nodes: Sequence[int], ranks_of_nodes: Sequence[int], most: int
 ) -> tuple[list[int], int]:
-    """The nodes with at most so many ranks together, the first in any case; and how many start."""
+    """The nodes with at most `most` ranks together, the first in any case; and how many start."""
     chosen: list[int] = []
     num_ranks = 0
     for node in nodes:

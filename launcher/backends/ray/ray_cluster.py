@@ -117,7 +117,7 @@ def _placed(ray: Any, job: Job, signals: DeferredSignals) -> Iterator[Any]:
 
 
 def _bundles(job: Job, gpus: float) -> tuple[list[dict[str, float]], str]:
-    """Resource bundles and strategy: a bundle a node for several nodes, else one a rank."""
+    """Resource bundles and strategy: a bundle a node for several nodes, otherwise one a rank."""
     per_rank = {"CPU": 1.0} | ({"GPU": 1.0} if gpus >= _world_size(job) else {})
     if job.nnodes == 1:
         return [per_rank] * job.nprocs, "PACK"

@@ -35,7 +35,7 @@ ODD = {
     "TwoTensor is a wrapper": lambda: TwoTensor(torch.ones(4), torch.ones(4)),
     r"layout torch\._mkldnn": lambda: torch.ones(4).to_mkldnn(),
     r"layout torch\.sparse_csr": lambda: torch.ones(4, 4).to_sparse_csr(),
-    "tensor is no one piece": nested,
+    "tensor is not one piece": nested,
     "quint8 means something": lambda: torch.quantize_per_tensor(
         torch.ones(4), 0.1, 0, torch.quint8
     ),
