@@ -26,19 +26,16 @@ class PassContext(threading.local):
     _model: Callable[[], Any] = staticmethod(lambda: None)
     _came_filled: tuple[weakref.ref[Cache], ...] = ()
 
-    def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Remember what a model of this thread is called with."""
+    def begin(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Remember what a model of this thread is called with, and its caches that came filled."""
+        if self._model() in (None, model):  # itself if the last pass was interrupted
+            self._model, caches = weakref.ref(model), iter_caches((args, kwargs))
+            self._came_filled = tuple(map(weakref.ref, filter(came_filled, caches)))
         if "output_hidden_states" in kwargs:
             self.wants_hidden_states = bool(kwargs["output_hidden_states"])
         for tensor in (*args[:1], kwargs.get("inputs_embeds"), kwargs.get("input_ids")):
             if isinstance(tensor, torch.Tensor) and tensor.dim() in (2, 3):
                 self.shape = tensor.shape[0], tensor.shape[1]
-
-    def begin(self, model: Any, inputs: Any) -> None:
-        """Remember the caches that a model of this thread is called with, if they hold anything."""
-        if self._model() in (None, model):  # itself if the last pass was interrupted
-            self._model = weakref.ref(model)
-            self._came_filled = tuple(map(weakref.ref, filter(came_filled, iter_caches(inputs))))
 
     def end(self, model: Any) -> None:
         if self._model() is model:

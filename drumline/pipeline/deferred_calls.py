@@ -20,7 +20,7 @@ from drumline.core.pytree import Leaves, TreeSpec, has_reusable_arguments, iter_
 from drumline.errors import StageError
 from drumline.kv_cache.pass_context import PassContext
 from drumline.kv_cache.proxy import prepare_next_token
-from drumline.pipeline.lazy_tensor import LazyTensor, LazyUnknownShape, fetched
+from drumline.pipeline.lazy_tensor import LazyTensor, LazyUnknownShape
 from drumline.stages.messages import Message
 from drumline.stages.program import Program, StageStep
 
@@ -67,13 +67,19 @@ class DeferredCalls:
         self.producers: list[Producer] = []
         self.inputs = Leaves()
 
-    def slot(self, tensor: torch.Tensor) -> int:
-        """An input's position, or ~n for the n-th output of the calls so far."""
+    def slots(self, tensors: list[torch.Tensor]) -> tuple[int, ...]:
+        """Of each tensor, its position among the inputs, or ~n for the n-th output so far."""
         # Inputs count up from 0 and outputs down from ~0, as more inputs may come: `program` makes
         # slots of both once the number of inputs is known.
-        if isinstance(tensor, LazyTensor) and tensor.source is self:
-            return ~tensor.slot
-        return self.inputs.tensor(fetched(tensor))
+        slots = []
+        for tensor in tensors:
+            if not isinstance(tensor, LazyTensor):
+                slots.append(self.inputs.tensor(tensor))
+            elif tensor.source is self:
+                slots.append(~tensor.slot)
+            else:
+                slots.append(self.inputs.tensor(tensor.fetch()))
+        return tuple(slots)
 
     def lazy(self, kind: str, producer: Producer, hidden: torch.Tensor) -> LazyTensor:
         """The next tensor that the last call will put out; `hidden` is like it or on its device.
@@ -147,11 +153,13 @@ class DeferredCalls:
         usage = self.producers[lazy.slot], self.wants_hidden_states
         return self.output_usage.is_wanted(usage, lazy)
 
-    def touched(self, slot: int) -> None:
+    def read(self, slot: int) -> None:
+        """Note that this output is looked at, and run the calls if they have not been."""
         wants_hidden_states = (
             self.wants_hidden_states if self.sent else self.context.wants_hidden_states
         )
         self.output_usage.looked_at.add((self.producers[slot], wants_hidden_states))
+        self.flush()
 
     def place_ints(self, before: list[int]) -> tuple[list[int], list[int]]:
         """The start of each run's integers, and all integers; runs with equal ones share them."""
@@ -265,7 +273,7 @@ class LayerRun:
             self.identities = _identities(args, kwargs)
 
     def is_continued_by(self, args: Any, kwargs: Any) -> bool:
-        """True if these are the same arguments but for the hidden state."""
+        """True if these are the same arguments, except the hidden state."""
         return self.spec.has_reusable_arguments and _identities(args, kwargs) == self.identities
 
     def add(self, layer: CalledLayer, hidden: Any, new: NewCall | None) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -73,15 +73,6 @@ class PipelineDriver:
 
     def next_cache(self) -> int:
         return next(self._cache_numbers)
-
-    def note_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Remember what a model of this thread is called with."""
-        if self.half_changed is not None:
-            raise DrumlineError(
-                f"{self.half_changed} A pass that began with it has changed the layers before "
-                "this one already, so load the model again."
-            )
-        self.context.note(args, kwargs)
 
     @property
     def lost(self) -> PeerLost | None:

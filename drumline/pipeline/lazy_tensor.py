@@ -20,8 +20,7 @@ CONTAINERS = (tuple, list, dict)
 class LazySource(Protocol):
     """The calls that will compute a lazy tensor."""
 
-    def flush(self) -> Any: ...
-    def touched(self, slot: int) -> None: ...
+    def read(self, slot: int) -> None: ...
 
 
 class LazyTensor(torch.Tensor):
@@ -49,9 +48,7 @@ class LazyTensor(torch.Tensor):
         return func(*fetch_all(args), **fetch_all(kwargs or {}))
 
     def fetch(self) -> torch.Tensor:
-        self.source.touched(self.slot)
-        if self.value is None:
-            self.source.flush()
+        self.source.read(self.slot)
         if self.value is None:
             raise DrumlineError(
                 "a tensor of a layer on another rank is not here: the call that was to compute it "

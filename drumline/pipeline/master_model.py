@@ -120,14 +120,25 @@ def _fetch_outputs(
     attention = unsupported.AttentionConfigs({name: model.get_submodule(name) for name in remote})
     model._remote_attention = attention  # type: ignore[assignment]
 
+    refuse_unrecorded = _RefuseUnrecorded(model, unrecorded)
+
     def begin_pass(module: nn.Module, args: Any, kwargs: Any) -> None:
-        driver.context.begin(module, (args, kwargs))
+        if driver.half_changed is not None:
+            raise DrumlineError(
+                f"{driver.half_changed} A pass that began with it has changed the layers before "
+                "this one already, so load the model again."
+            )
+        driver.context.begin(module, args, kwargs)
         _refuse_inner_outputs(module, kwargs)
         attention.check_unchanged()
-        driver.note_pass(args, kwargs)
 
     def end_pass(module: nn.Module, args: Any, output: Any) -> None:
         driver.context.end(module)
+
+    def give_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        fetched = _fetch_output(output)
+        refuse_unrecorded(module, kwargs)
+        return fetched
 
     for name, module in model.named_modules():
         if name not in remote and any(
@@ -135,8 +146,7 @@ def _fetch_outputs(
         ):
             module.register_forward_pre_hook(begin_pass, with_kwargs=True)
             module.register_forward_hook(end_pass, always_call=True)
-            module.register_forward_hook(_fetch_output)
-            module.register_forward_hook(_RefuseUnrecorded(model, unrecorded), with_kwargs=True)
+            module.register_forward_hook(give_output, with_kwargs=True)
 
 
 def _fetch_inputs(model: nn.Module, remote: Mapping[str, int]) -> None:
@@ -184,7 +194,7 @@ class _RefuseUnrecorded:
     def __init__(self, model: nn.Module, unrecorded: unsupported.UnrecordedOutputs):
         self.model, self.unrecorded = model, unrecorded
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, kwargs: Any) -> None:
         for key in dict.fromkeys(key for key, _, _ in self.unrecorded):
             if _is_requested(f"output_{key}", module, kwargs):
                 self._refuse(key, module)
@@ -207,7 +217,7 @@ class _RefuseUnrecorded:
         return self.model.get_submodule(part)
 
 
-def _fetch_output(module: nn.Module, args: Any, output: Any) -> Any:
+def _fetch_output(output: Any) -> Any:
     if torch.is_grad_enabled():
         return torch_private.tree_map(_forbid_gradient, fetch_all(output))
     return fetch_all(output) if _has_lazy(output) else None

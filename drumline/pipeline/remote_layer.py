@@ -49,7 +49,7 @@ class RemoteModule:
         calls = self.driver.calls
         run = calls.continued_run(self, args, kwargs)
         if run is None:
-            return self._start_run(args, kwargs)
+            return self._start_run(calls, args, kwargs)
         hidden = args[0]
         new = None if run.spec in self.outputs else self._new_call(run, hidden)
         if run.caches:
@@ -60,7 +60,9 @@ class RemoteModule:
         leaves = pytree.Leaves(run.ints, [hidden, *run.tensors], run.caches)
         return self._result(calls, run, leaves, new)
 
-    def _start_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _start_run(
+        self, calls: DeferredCalls, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """The first call of a run. What the cache refuses is never sent."""
         if any(map(torch.is_autocast_enabled, ("cpu", "cuda", "xpu"))):
             raise DrumlineError(
@@ -77,12 +79,12 @@ class RemoteModule:
         spec = self.driver.intern(template)
         if leaves.caches and leaves.tensors and type(leaves.tensors[0]) is LazyUnknownShape:
             leaves.tensors[0].fetch()  # its tokens are to be counted into a cache
-        calls = self.driver.calls
+        if calls.sent:
+            calls = self.driver.calls
         if calls.runs and calls.last_layer.rank > self.rank:
             calls.flush(is_amid_pass=True)  # it has passed this rank already
             calls = self.driver.calls
-        slots = tuple([calls.slot(tensor) for tensor in leaves.tensors])
-        run = LayerRun(spec, leaves, slots, args, kwargs)
+        run = LayerRun(spec, leaves, calls.slots(leaves.tensors), args, kwargs)
         hidden = leaves.tensors[0] if leaves.tensors else None
         new = self._new_call(run, hidden)
         if leaves.caches and hidden is not None:

@@ -30,7 +30,7 @@ def test_an_interrupt_waits_for_the_end_of_a_message_and_a_second_one_does_not()
 def test_an_interrupted_pass_keeps_no_model_alive():
     """Its end is not heard of. Other ranks would have waited until the script ends."""
     driver, model = PipelineDriver(cast("Any", None), torch.device("cpu")), nn.Module()
-    driver.context.begin(model, ())
+    driver.context.begin(model, (), {})
     left = weakref.ref(model)
     del model
     gc.collect()
