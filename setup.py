@@ -80,6 +80,12 @@ setup(
         ),
         extension("communicator._native", sources("python", "python/convert"), ("dl",), ("-O3",)),
         extension("coordinator._node_shm", sources("node_shm")),
+        extension(
+            "drumline.weight_formats._packed",
+            sources("packed"),
+            ("pthread",),
+            (*VECTORS, "-ffp-contract=off"),
+        ),
         extension("launcher._encryption", sources("encryption", "encryption/python"), ("dl",)),
     ],
     options={"build_ext": {"parallel": 2}},

@@ -90,6 +90,20 @@ class ComputedTensor(StoredTensor):
         """Fill `out` with a box of it."""
         raise NotImplementedError
 
+    @property
+    def is_native(self) -> bool:
+        """True if numbers are made by loops in C++ on the CPU, as many at a time as are wanted."""
+        return False
+
+    def multiply(
+        self, reader: TensorReader, inputs: torch.Tensor, entry: int | None
+    ) -> torch.Tensor:
+        """inputs @ tensor.T, or with one entry of a stack; of native ones alone.
+
+        inputs: [n, columns] float32, n at most 8; so is the product.
+        """
+        raise NotImplementedError
+
 
 Index = Mapping[str, StoredTensor]
 

@@ -7,7 +7,8 @@ functional.linear(hidden, weight)       # a plain weight exists for as long as t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,13 +19,52 @@ from drumline.core.shards import Region
 from drumline.errors import RefusedUse
 
 Parts = Mapping[str, torch.Tensor]
-Unpack = Callable[[Parts, Region], torch.Tensor]
-"""Make a box of the weight from the parts, on their device."""
+
+
+class Unpack(Protocol):
+    @property
+    def is_native(self) -> bool:
+        """True if loops in C++ do it on the CPU, and multiply() finds a way."""
+
+    def __call__(self, parts: Parts, region: Region) -> torch.Tensor:
+        """Make a box of the weight from the parts, on their device."""
+
+    def multiply(
+        self, parts: Parts, inputs: torch.Tensor, entry: int | None
+    ) -> torch.Tensor | None:
+        """inputs @ weight.T without making the weight, or with one entry of a stack.
+
+        inputs: [n, columns] float32 on the CPU, n at most MOST_INPUTS. None if it cannot be done.
+        """
+
+
+@dataclass(frozen=True)
+class UnpackEntry:
+    """One entry of a stack."""
+
+    unpack: Unpack
+    number: int
+
+    @property
+    def is_native(self) -> bool:
+        return self.unpack.is_native
+
+    def __call__(self, parts: Parts, region: Region) -> torch.Tensor:
+        return self.unpack(parts, Region((self.number, *region.start), (1, *region.size)))[0]
+
+    def multiply(
+        self, parts: Parts, inputs: torch.Tensor, entry: int | None
+    ) -> torch.Tensor | None:
+        return self.unpack.multiply(parts, inputs, self.number)
+
+
+MOST_INPUTS = 8
+"""With more of them a weight is made once for all: torch's product of matrices is faster then."""
 
 PART_MARK = ":"
 """Between the name of a weight and that of one of its parts; no name of a module's has it."""
 
-CONTAINERS = (tuple, list, dict)
+CPU = torch.device("cpu")
 DESCRIPTIONS = "device dtype grad grad_fn is_leaf is_meta layout ndim requires_grad shape"
 QUESTIONS = "__hash__ dim element_size is_complex is_contiguous is_floating_point numel size stride"
 PLAIN_FUNCTIONS = {
@@ -138,8 +178,38 @@ def _take(packed: PackedTensor, key: Any) -> torch.Tensor:
     is_number = isinstance(key, int) or (isinstance(key, torch.Tensor) and key.dim() == 0)
     if not is_number or isinstance(key, bool):
         return packed.whole()[key]
-    number = int(key)
-    return packed.rows(number % len(packed) if number < 0 else number, 1)[0]
+    number = range(len(packed))[int(key)]
+    if packed.dim() != 3:
+        return packed.rows(number, 1)[0]
+    unpack, shape = UnpackEntry(packed.unpack, number), packed.shape[1:]
+    return PackedTensor.of(packed.parts, unpack, shape, packed.dtype)
+
+
+def _linear(hidden: Any, packed: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A few inputs are multiplied with the packed values, where there is a way to do so.
+
+    The product differs from that with the plain weight by the order of its sums alone.
+    """
+    product = None
+    if isinstance(packed, PackedTensor) and _is_multiplied(hidden, packed):
+        inputs = hidden.reshape(-1, hidden.shape[-1]).float().contiguous()
+        product = packed.unpack.multiply(packed.parts, inputs, None)
+    if product is None:
+        return functional.linear(*_unpacked((hidden, packed, bias)))
+    if bias is not None:
+        product += bias
+    return product.to(hidden.dtype).view(*hidden.shape[:-1], -1)
+
+
+def _is_multiplied(hidden: Any, packed: PackedTensor) -> bool:
+    is_plain = type(hidden) is torch.Tensor and hidden.device == packed.device == CPU
+    return (
+        is_plain
+        and not (hidden.requires_grad and torch.is_grad_enabled())
+        and not torch.is_autocast_enabled("cpu")
+        and (hidden.dtype, hidden.shape[-1:]) == (packed.dtype, packed.shape[1:])
+        and 0 < hidden.numel() <= MOST_INPUTS * packed.shape[1]
+    )
 
 
 def _embed(
@@ -169,8 +239,13 @@ OWN_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__getitem__: _take,
     torch.Tensor.__len__: lambda packed: packed.shape[0],
     functional.embedding: _embed,
+    functional.linear: _linear,
 }
 """What is done without unpacking the whole weight."""
+
+
+def is_unpacked_by_torch(weight: torch.Tensor) -> bool:
+    return isinstance(weight, PackedTensor) and not weight.unpack.is_native
 
 
 def named_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -25,6 +25,7 @@ from drumline.checkpoint.weight_map import NotStreamable, WeightMap
 from drumline.core.consistency import check_same_on_all_ranks, model_facts, run_on_all_ranks
 from drumline.core.device_map import DeviceMap, abbreviate_names
 from drumline.core.group_monitor import monitored_loading
+from drumline.core.packed_tensor import is_unpacked_by_torch
 from drumline.errors import CheckpointError, PlanError
 from drumline.offload.placement import install_device_hooks, offloaded_modules
 from drumline.offload.prefetcher import make_prefetcher
@@ -125,12 +126,15 @@ def _load_weights(
     weight_map, kept = run_on_all_ranks(
         coor, lambda: keep_packed(model, weight_map, files, dtype, options)
     )
-    if len(kept.index) > len(files.index) and coor.is_master():
+    slow = [name for name, weight in model.named_parameters() if is_unpacked_by_torch(weight)]
+    if slow and coor.is_master():
         log.warning(
-            "rank 0: the weights of %s stay in the few bits that are stored, and each operation "
-            "computes what it needs of them, which takes most of the time of a token on a CPU; "
-            "dequantize=True computes them once, where there is memory for it.",
+            "rank 0: %d weights of %s stay in the few bits that are stored, in a form (that of %s) "
+            "that each operation unpacks by torch, which takes most of the time of a token on a "
+            "CPU; dequantize=True computes them once, where there is memory for it.",
+            len(slow),
             files.path,
+            slow[0],
         )
     checkpoint = replace(checkpoint, files=kept)
     stats = fill(model, weight_map, kept, device_map.places, dtype, coor, options.progress)

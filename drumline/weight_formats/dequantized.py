@@ -22,6 +22,8 @@ from drumline.checkpoint.source import CheckpointFiles
 from drumline.contact.loading.configs import without_quantization
 from drumline.core.shards import Region
 from drumline.errors import CheckpointError
+from drumline.weight_formats.native_unpack import OUT_DTYPES, can_unpack, unpack_integers
+from drumline.weight_formats.packed_integers import INT32_BITS, groups_of_columns, integers_of
 
 Derived = Iterator[tuple[str, StoredTensor, set[str]]]
 """The name of a weight, how it is computed, and the stored tensors that are used up."""
@@ -30,7 +32,6 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of E2M1 by its lower three bits; the fourth is the sign."""
 FP4_GROUP = 32
 EXPONENT_BIAS = 127
-INT32_BITS = 32
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 ZERO_SHIFTS = {
     ("gptq", "none"): 1,
@@ -221,16 +222,15 @@ class PackedWeight(ComputedTensor):
     def compute(self, reader: TensorReader, region: Region, out: torch.Tensor) -> None:
         (row, column), (rows, columns) = region.start, region.size
         spans = [(row, rows), (column, columns)]
-        values = _unpacked(reader, self.packed, self.num_bits, 1, spans).float()
+        values = integers_of(reader, self.packed, self.num_bits, 1, spans).float()
         num_groups = self.scales.stored.shape[1]
-        at = torch.arange(column, column + columns) // self.scales.block[1]
-        if self.groups is not None:
-            at = _stored_groups(reader, self.groups, (column, columns), num_groups)
+        sizes = self.scales.block[1], num_groups
+        at = groups_of_columns(reader, self.groups, (column, columns), *sizes)
         if self.zeros is None:
             values -= 1 << self.num_bits - 1
         else:
             spans = [(row, rows), (0, num_groups)]
-            zeros = _unpacked(reader, self.zeros, self.num_bits, 0, spans)
+            zeros = integers_of(reader, self.zeros, self.num_bits, 0, spans)
             values -= zeros.index_select(1, at).float()
         by_group = replace(self.scales, block=(self.scales.block[0], 1))
         scales = by_group.spread(reader, Region((row, 0), (rows, num_groups)))
@@ -263,54 +263,40 @@ class TransposedWeight(ComputedTensor):
         return [part for part in parts if part is not None]
 
     def compute(self, reader: TensorReader, region: Region, out: torch.Tensor) -> None:
+        if region.size == self.shape and can_unpack(out):
+            self._unpack(reader, out, None)
+            return
         (row, column), (rows, columns) = region.start, region.size
         all_groups = (0, self.scales.shape[0])
-        at = torch.arange(column, column + columns) // self.group_size
-        if self.groups is not None:
-            at = _stored_groups(reader, self.groups, (column, columns), all_groups[1])
+        at = groups_of_columns(
+            reader, self.groups, (column, columns), self.group_size, all_groups[1]
+        )
         spans = [(column, columns), (row, rows)]
-        values = _unpacked(reader, self.packed, self.num_bits, self.dim, spans, self.order)
+        values = integers_of(reader, self.packed, self.num_bits, self.dim, spans, self.order)
         spans = [all_groups, (row, rows)]
-        zeros = _unpacked(reader, self.zeros, self.num_bits, 1, spans, self.order) + self.zero_shift
-        zeros &= (1 << self.num_bits) - 1
+        zeros = integers_of(reader, self.zeros, self.num_bits, 1, spans, self.order)
+        zeros = zeros + self.zero_shift & (1 << self.num_bits) - 1
         scales = reader.box(self.scales, Region((0, row), (all_groups[1], rows))).float()
         out.copy_(((values - zeros[at]) * scales[at]).T)
 
+    @property
+    def is_native(self) -> bool:
+        return self.torch_dtype in OUT_DTYPES
 
-def _stored_groups(
-    reader: TensorReader, stored: StoredTensor, span: tuple[int, int], num_groups: int
-) -> torch.Tensor:
-    """The group of each column of a span, which is its start and size."""
-    groups = reader.box(stored, Region(span[:1], span[1:])).long()
-    for group in groups[(groups < 0) | (groups >= num_groups)].tolist():
-        raise CheckpointError(
-            f"{stored.file}: a column of a quantized weight is in group {group} of {num_groups}, "
-            "so nothing says what it is; copy it again."
-        )
-    return groups
+    def multiply(
+        self, reader: TensorReader, inputs: torch.Tensor, entry: int | None
+    ) -> torch.Tensor:
+        return self._unpack(reader, inputs.new_empty(len(inputs), self.shape[0]), inputs)
 
-
-def _unpacked(
-    reader: TensorReader,
-    stored: StoredTensor,
-    num_bits: int,
-    dim: int,
-    spans: Sequence[tuple[int, int]],
-    order: Sequence[int] = (),
-) -> torch.Tensor:
-    """Integers without sign, of a box of a tensor that is packed into words along `dim`.
-
-    spans: start and size of the box, by dimension. order: the place of each integer in its word.
-    """
-    per_word = INT32_BITS // num_bits
-    start, size = spans[dim]
-    first, end = start // per_word, -(-(start + size) // per_word)
-    starts, sizes = zip(*spans[:dim], (first, end - first), *spans[dim + 1 :], strict=True)
-    words = reader.box(stored, Region(starts, sizes)).movedim(dim, -1).unsqueeze(-1)
-    shifts = torch.tensor(order or range(per_word), dtype=torch.int32) * num_bits
-    integers = words >> shifts & (1 << num_bits) - 1
-    skipped = start - first * per_word
-    return integers.flatten(-2)[..., skipped : skipped + size].movedim(-1, dim)
+    def _unpack(
+        self, reader: TensorReader, out: torch.Tensor, inputs: torch.Tensor | None
+    ) -> torch.Tensor:
+        stored = (self.packed, self.zeros, self.scales)
+        parts = [reader.box(part, Region((0, 0), part.shape)) for part in stored]
+        span, num_groups = (0, self.shape[1]), len(parts[2])
+        groups = groups_of_columns(reader, self.groups, span, self.group_size, num_groups)
+        packing = self.num_bits, self.dim == 1, self.order, self.zero_shift
+        return unpack_integers(parts, groups, packing, out, inputs, self.torch_dtype)
 
 
 def _scaled(path: Path, index: Index, settings: Mapping[str, Any]) -> Derived:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from drumline.core.consistency import run_on_all_ranks
 from drumline.core.shards import Region
 from drumline.errors import CheckpointError, blamed_on_file
 from drumline.weight_formats.gguf_blocks import dequantized
+from drumline.weight_formats.native_unpack import KINDS, OUT_DTYPES, can_unpack, unpack_rows
 
 COMPUTED = (
     "rope_freqs.weight",
@@ -61,18 +62,29 @@ class GgufTensor(StoredTensor):
     def is_quantized(self) -> bool:
         return self.kind.name not in ("F32", "F16", "BF16", "F64")
 
-    def rows(self, reader: TensorReader, numbers: torch.Tensor) -> torch.Tensor:
-        """Some rows, [len(numbers), elements of a row]."""
+    def blocks(
+        self, reader: TensorReader, numbers: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of bytes from the first of some numbers to the last, and their places there."""
         first, end = int(numbers.min()), int(numbers.max()) + 1
-        box = Region((first, 0), (end - first, self.shape[1]))
         stored = StoredTensor(self.file, self.offset, self.dtype, self.shape, self.written)
-        blocks = reader.box(stored, box)
-        if len(numbers) < end - first or not numbers.diff().eq(1).all():
-            blocks = blocks[numbers - first]
-        return dequantized(blocks, self.kind.name)
+        box = Region((first, 0), (end - first, self.shape[1]))
+        return reader.box(stored, box), numbers - first
+
+    def fill(
+        self, reader: TensorReader, numbers: torch.Tensor, columns: slice, out: torch.Tensor
+    ) -> None:
+        """Make numbers of some columns of some rows."""
+        blocks, places = self.blocks(reader, numbers)
+        name, is_whole = self.kind.name, out.shape[1] == self.shape_of_elements[-1]
+        if is_whole and name in KINDS and can_unpack(out):
+            unpack_rows(name, blocks, places, out)
+        else:
+            out.copy_(dequantized(blocks[places], name)[:, columns])
 
     def read(self, reader: TensorReader) -> Any:
-        rows = self.rows(reader, torch.arange(self.shape[0]))
+        rows = torch.empty(self.shape[0], self.shape_of_elements[-1])
+        self.fill(reader, torch.arange(self.shape[0]), slice(None), rows)
         return rows.view(self.shape_of_elements).numpy()
 
 
@@ -94,16 +106,43 @@ class GgufRows(ComputedTensor):
         *at, columns = region.slices()
         numbers = self.order.view(self.shape[:-1])[tuple(at)].flatten()
         rows = out.view(len(numbers), -1)
+        for tensor, own, is_here in self._shares(numbers):
+            part = rows if is_here is None else rows.new_empty(len(own), rows.shape[1])
+            tensor.fill(reader, own, columns, part)
+            if is_here is not None:
+                rows[is_here] = part
+
+    @property
+    def is_native(self) -> bool:
+        kinds = {tensor.kind.name for tensor in self.tensors}
+        return self.torch_dtype in OUT_DTYPES and kinds <= KINDS.keys()
+
+    def multiply(
+        self, reader: TensorReader, inputs: torch.Tensor, entry: int | None
+    ) -> torch.Tensor:
+        order = self.order.view(self.shape[:-1])
+        numbers = order if entry is None else order[entry]
+        product = inputs.new_empty(len(inputs), len(numbers))
+        for tensor, own, is_here in self._shares(numbers):
+            part = product if is_here is None else inputs.new_empty(len(inputs), len(own))
+            blocks, places = tensor.blocks(reader, own)
+            unpack_rows(tensor.kind.name, blocks, places, part, inputs, self.torch_dtype)
+            if is_here is not None:
+                product[:, is_here] = part
+        return product
+
+    def _shares(
+        self, numbers: torch.Tensor
+    ) -> Iterator[tuple[GgufTensor, torch.Tensor, torch.Tensor | None]]:
+        """Each tensor with some of the rows: their numbers there, and which they are if not all."""
         first = 0
         for tensor in self.tensors:
-            end = first + tensor.shape[0]
-            is_here = (numbers >= first) & (numbers < end)
+            is_here = (numbers >= first) & (numbers < first + tensor.shape[0])
             if is_here.all():
-                rows.copy_(tensor.rows(reader, numbers - first)[:, columns])
+                yield tensor, numbers - first, None
             elif is_here.any():
-                own = tensor.rows(reader, numbers[is_here] - first)
-                rows[is_here] = own[:, columns].to(rows.dtype)
-            first = end
+                yield tensor, numbers[is_here] - first, is_here
+            first += tensor.shape[0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from drumline.checkpoint.safetensors_index import (
 from drumline.checkpoint.shard_plan import SourceSlice, parts_of, read_slices, whole_tensor
 from drumline.checkpoint.source import CheckpointFiles
 from drumline.checkpoint.weight_map import WeightMap, dtype_overrides
+from drumline.contact.loading.models import run_experts_singly
 from drumline.core.packed_tensor import PART_MARK, PackedTensor, Parts
 from drumline.core.shards import Region, split_into_blocks
 
@@ -68,11 +69,42 @@ class Unpacking:
     index: Index
     stored: Mapping[str, StoredTensor]
 
+    def _reader(self, parts: Parts) -> KeptReader:
+        return KeptReader({_place(self.stored[key]): part for key, part in parts.items()})
+
+    def multiply(
+        self, parts: Parts, inputs: torch.Tensor, entry: int | None
+    ) -> torch.Tensor | None:
+        """inputs @ weight.T, or with one entry of a stack; None if it is made in another way."""
+        rows = [piece for piece in self.slices if not piece.lead or piece.at.start[0] == entry]
+        rows.sort(key=lambda piece: piece.at.start[-2])
+        if not self.is_native or not all(self._has_whole_rows(piece, inputs) for piece in rows):
+            return None
+        reader = self._reader(parts)
+        weights = [(self.index[piece.key], piece.lead) for piece in rows]
+        products = [
+            weight.multiply(reader, inputs, None if lead else entry)
+            for weight, lead in weights
+            if isinstance(weight, ComputedTensor)
+        ]
+        return products[0] if len(products) == 1 else torch.cat(products, 1)
+
+    @property
+    def is_native(self) -> bool:
+        weights = (self.index[piece.key] for piece in self.slices)
+        return all(isinstance(weight, ComputedTensor) and weight.is_native for weight in weights)
+
+    def _has_whole_rows(self, piece: SourceSlice, inputs: torch.Tensor) -> bool:
+        size = piece.at.size
+        is_whole = self.index[piece.key].shape == size[piece.lead :]
+        return is_whole and piece.lead <= 1 and size[-1] == inputs.shape[1]
+
     def __call__(self, parts: Parts, region: Region) -> torch.Tensor:
-        reader = KeptReader({_place(self.stored[key]): part for key, part in parts.items()})
-        with torch.device(next(iter(parts.values())).device):
+        reader, device = self._reader(parts), next(iter(parts.values())).device
+        step = region.numel if self.is_native and device.type == "cpu" else BLOCK_ELEMENTS
+        with torch.device(device):
             out = torch.empty(region.size, dtype=self.index[self.slices[0].key].torch_dtype)
-            for block in split_into_blocks(region.size, BLOCK_ELEMENTS):
+            for block in split_into_blocks(region.size, step):
                 at = block.moved((0,) * len(region.start), region.start)
                 read_slices(reader, self.index, self.slices, at, out[block.slices()])
         return out
@@ -111,6 +143,8 @@ def keep_packed(
         for name in names:
             slices.pop(name, None)
     replace_tensors(model, new)
+    if any(weight.dim() == 3 for weight in new.values()):
+        run_experts_singly(model)
     return replace(weight_map, slices=slices), replace(files, index=index)
 
 

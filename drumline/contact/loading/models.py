@@ -66,6 +66,12 @@ def loading_options(cls: type[Any]) -> set[str]:
     return accepted | {"attn_implementation", "experts_implementation"}
 
 
+def run_experts_singly(model: Any) -> None:
+    """Have each expert take its own matrix of the stack, and not an operation take the whole."""
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+
+
 @contextlib.contextmanager
 def loading_replaced(load: Callable[..., Any]) -> Iterator[None]:
     """Let load(cls, plain, path, *args, **options) load all models of the process meanwhile.

@@ -15,12 +15,17 @@ from drumline.errors import RefusedUse
 class Bytes:
     """Eighths, kept as one byte each; notes which boxes were unpacked."""
 
+    is_native = False
+
     def __init__(self):
         self.regions = []
 
     def __call__(self, parts, region):
         self.regions.append(region)
         return parts["0"][region.slices()].float() / 8
+
+    def multiply(self, parts, inputs, entry):
+        return None
 
     def packed(self, *shape):
         values = torch.randint(-128, 128, shape, dtype=torch.int8)

@@ -282,11 +282,15 @@ def test_quantized_weights_stay_so_on_a_rank_without_files(
     def run(model):
         kept = sum(tensor.nbytes for tensor in model.model.layers[0].parameters())
         assert model.device_map.nbytes["model.layers.0"] == kept
-        return greedy(model), model(torch.arange(3, 12)[None]).logits, kept, model.loaded
+        with torch.no_grad():
+            few = model(torch.arange(3, 8)[None]).logits
+        logits = model(torch.arange(3, 12)[None]).logits
+        return greedy(model), logits, kept, model.loaded, few
 
     options = {"device_map": {"": 0, "model.layers.1": 1}, "elsewhere": tmp_path / "absent"}
-    tokens, logits, kept, loaded = on_master(folder, 2, run, **options)
+    tokens, logits, kept, loaded, few = on_master(folder, 2, run, **options)
     expected = on_master(folder, 2, run, dequantize=True, **options)
+    torch.testing.assert_close(few, expected[4], rtol=1e-4, atol=1e-4)
     assert (tokens, torch.equal(logits, expected[1])) == (expected[0], True)
     assert kept < expected[2] / 2
     assert loaded.nbytes_sent < expected[3].nbytes_sent / 2

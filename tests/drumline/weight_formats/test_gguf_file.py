@@ -12,6 +12,7 @@ import drumline
 from coordinator import Coordinator
 from drumline import CheckpointError, PlanError
 from drumline.checkpoint.json_files import gguf_path
+from drumline.core.packed_tensor import PackedTensor
 from tests.drumline.checkpoint.gguf_bytes import TENSORS
 from tests.drumline.conftest import LLAMA
 from tests.drumline.weight_formats.test_lora_adapter import LINEAR, make_adapter, merge
@@ -22,21 +23,35 @@ SCALES_AT |= dict.fromkeys(("Q4_K", "Q5_K", "Q4_1", "Q5_1"), (0, 2))
 """Where the half-precision numbers of a block are, in bytes; at 0 in the others."""
 
 
+MIXTURE_TENSORS = {
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
+}
+
+
 def random_blocks(gguf, kind, rows, columns, generator):
     """Any bytes are blocks, with scales that keep the weights small."""
     size, nbytes = gguf.GGML_QUANT_SIZES[kind]
-    shape = (rows * columns // size, nbytes)
+    return (
+        random_bytes(kind.name, (rows * columns // size, nbytes), generator).view(rows, -1).numpy()
+    )
+
+
+def random_bytes(kind, shape, generator):
+    """[blocks, bytes of a block]"""
     blocks = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
-    for at in SCALES_AT.get(kind.name, (0,)):
+    for at in SCALES_AT.get(kind, (0,)):
         scales = torch.rand(len(blocks), 1, generator=generator) / 500
         blocks[:, at : at + 2] = scales.half().view(torch.uint8)
-    return blocks.view(rows, -1).numpy()
+    return blocks
 
 
 def write_gguf(gguf, path, plain, blocks_of):
-    """A Llama as llama.cpp would have it. blocks_of: the type and the blocks of a matrix."""
+    """A Llama or Qwen3-MoE as llama.cpp has it. blocks_of: the type and the blocks of a matrix."""
     config = plain.config
-    writer = gguf.GGUFWriter(path, "llama")
+    is_mixture = hasattr(config, "num_experts")
+    writer = gguf.GGUFWriter(path, "qwen3moe" if is_mixture else "llama")
     writer.add_name("tiny")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -53,9 +68,19 @@ def write_gguf(gguf, path, plain, blocks_of):
         writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
 
     add("token_embd", plain.model.embed_tokens.weight)
+    if is_mixture:
+        writer.add_key_length(config.head_dim)
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
     for number, layer in enumerate(plain.model.layers):
-        for ours, theirs in TENSORS.items():
+        names = {n: t for n, t in TENSORS.items() if not is_mixture or not n.startswith("mlp")}
+        names |= MIXTURE_TENSORS if is_mixture else {}
+        for ours, theirs in names.items():
             add(f"blk.{number}.{theirs}", layer.get_submodule(ours).weight)
+        if is_mixture:
+            gate, up = layer.mlp.experts.gate_up_proj.chunk(2, 1)
+            for name, stack in ("gate", gate), ("up", up), ("down", layer.mlp.experts.down_proj):
+                add(f"blk.{number}.ffn_{name}_exps", stack)
     add("output_norm", plain.model.norm.weight)
     add("output", plain.lm_head.weight)
     writer.write_header_to_file()
@@ -116,16 +141,52 @@ def test_blocks_stay_blocks_in_memory_and_in_the_plan(mixed, on_master, nprocs, 
 
     def sizes(model):
         logits = model(torch.arange(3, 60)[None]).logits
+        with torch.no_grad():
+            few = model(torch.arange(3, 5)[None]).logits
         kept = sum(p.nbytes for p in model.parameters() if not p.is_meta)
-        return logits, kept, sum(model.device_map.nbytes[n] for n in model.device_map.of(0))
+        return logits, few, kept, sum(model.device_map.nbytes[n] for n in model.device_map.of(0))
 
-    logits, kept, planned = on_master(mixed, nprocs, sizes, dtype=torch.float32)
+    logits, few, kept, planned = on_master(mixed, nprocs, sizes, dtype=torch.float32)
     assert caplog.text.count("stay in the few bits that are stored") == 1  # for that takes time
-    plain, dense, more = on_master(mixed, nprocs, sizes, dtype=torch.float32, dequantize=True)
+    options = {"dtype": torch.float32, "dequantize": True}
+    plain, few_plain, dense, more = on_master(mixed, nprocs, sizes, **options)
     assert caplog.text.count("stay in the few bits that are stored") == 1
     assert torch.equal(logits, plain)
+    torch.testing.assert_close(few, few_plain, rtol=1e-5, atol=1e-5)
     assert kept < dense / 3
     assert more - planned == dense - kept
+
+
+def test_experts_are_multiplied_one_by_one_in_their_blocks(checkpoints, on_master, tmp_path):
+    """Each token made numbers of all experts of a layer, at once."""
+    gguf = pytest.importorskip("gguf", reason="runs after `pip install gguf`")
+    sizes = {"hidden_size": 256, "num_hidden_layers": 2, "head_dim": 64, "vocab_size": 64}
+    sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "num_attention_heads": 4}
+    plain, _ = checkpoints.make("qwen3 moe of 256", "Qwen3MoeForCausalLM", **sizes)
+    kinds = itertools.cycle(getattr(gguf.GGMLQuantizationType, n) for n in ("Q4_K", "Q6_K", "Q8_0"))
+    generator = torch.Generator().manual_seed(4)
+
+    def blocks_of(tensor):
+        kind = next(kinds)
+        blocks = random_blocks(gguf, kind, tensor[..., 0].numel(), tensor.shape[-1], generator)
+        return kind, blocks.reshape(*tensor.shape[:-1], -1)
+
+    write_gguf(gguf, tmp_path / "model.gguf", plain, blocks_of)
+
+    def run(model):
+        with torch.no_grad():
+            few = model(torch.arange(3, 8)[None]).logits
+        experts = model.model.layers[0].mlp.experts
+        return few, model.generate(torch.arange(3, 8)[None], max_new_tokens=6).tolist(), experts
+
+    options = {"dtype": torch.float32, "device_map": {"": 0, "model.layers.1": 1}}
+    path = tmp_path / "model.gguf"
+    few, tokens, experts = on_master(path, 2, run, **options)
+    few_plain, tokens_plain, _ = on_master(path, 2, run, dequantize=True, **options)
+    torch.testing.assert_close(few, few_plain, rtol=1e-5, atol=1e-5)
+    assert tokens == tokens_plain
+    packed = experts.gate_up_proj
+    assert isinstance(packed, PackedTensor) and isinstance(packed[1], PackedTensor)
 
 
 def test_a_rank_without_the_file_is_sent_the_blocks(mixed, on_master, tmp_path):
