@@ -76,8 +76,8 @@ class ModelProfile:
         once, with the part that loads it.
     kv_sharing: groups of layers that pass each other keys and values; they stay on one place.
     workspace_nbytes: needed on every place beside weights and cache, to run a layer.
-    root_tensors: those of `others` that are tensors and not modules. The model uses them where its
-        inputs are, so they must be there too.
+    root_tensors: those of `others` that the model reads by itself, as it does with those that are
+        tensors and not modules. It reads them where its inputs are, so they must be there too.
     """
 
     layers: tuple[ModulePart, ...]

@@ -27,6 +27,7 @@ from drumline.planner import model_profile
 from drumline.planner.cost_model import DeviceSpeeds, PassShape
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import cluster_memory, limit_memory
+from drumline.planner.outside_reads import read_outside
 from drumline.planner.plan import plan
 from drumline.planner.token_memory import shared_token_memory, token_memory, with_tokens
 from drumline.strategies.opening import open_checkpoint, weight_format
@@ -46,7 +47,19 @@ class PlanInputs:
     def plan(
         self, device_map: str | Mapping[str, Place | int], speeds: DeviceSpeeds | None = None
     ) -> DeviceMap:
-        return plan(self.parts, self.free_nbytes, device_map, speeds=speeds, step=self.step)
+        """The device map, in which what the model reads by itself stays on rank 0."""
+        make = functools.partial(
+            plan,
+            free_nbytes=self.free_nbytes,
+            device_map=device_map,
+            speeds=speeds,
+            step=self.step,
+        )
+        planned, parts, opened = make(self.parts), self.parts, self.checkpoint
+        if all(planned.places[part.name][0] == 0 for part in parts.others):
+            return planned
+        names = read_outside(opened.kind, opened.config, opened.dtype, parts)
+        return make(replace(parts, root_tensors=(*parts.root_tensors, *names)))
 
 
 def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOptions) -> PlanInputs:

@@ -1,0 +1,84 @@
+"""The parts around the layers whose weights a model reads by itself, seen in a pass on meta.
+
+names = read_outside(Gemma4ForConditionalGeneration, config, torch.bfloat16, parts)
+
+Such a part has to be where the model's own code runs, on rank 0, as nothing but a call of it works
+from there when it is on another rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from coordinator import torch_private
+from drumline.contact.loading.configs import without_quantization
+from drumline.contact.passes import text_inputs
+from drumline.core.device_map import ModelProfile
+from drumline.core.meta_pass import MetaPass
+from drumline.core.packed_tensor import PLAIN_FUNCTIONS
+from drumline.planner.model_profile import build_on_meta
+
+NUM_TOKENS = 8
+
+
+def read_outside(
+    kind: type[Any], config: Any, dtype: torch.dtype, parts: ModelProfile
+) -> tuple[str, ...]:
+    """The names of such parts; none where a pass fails, as what it reads is not known then."""
+    try:
+        model = build_on_meta(kind, without_quantization(config), dtype).eval()
+        modules = dict(model.named_modules())
+        tables = {part.name: modules[part.name] for part in parts.others if part.name in modules}
+        tensors = [
+            (name, tensor)
+            for name, module in tables.items()
+            for tensor in itertools.chain(module.parameters(), module.buffers())
+        ]
+        watch = _OutsideReads({id(tensor): name for name, tensor in tensors})
+        with contextlib.ExitStack() as stack:
+            for name in (*tables, *(part.name for part in parts.layers)):
+                watch.leave_out(modules[name], stack)
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(watch)
+            model(**text_inputs(model, 1, NUM_TOKENS))
+    except Exception:  # of the model's own code, which has nothing to compute with
+        return ()
+    return tuple(name for name in tables if name in watch.names)
+
+
+class _OutsideReads(MetaPass):
+    """Notes which tensors are read while no part of the model runs.
+
+    owners: the parts of tensors, by the id of these.
+    """
+
+    def __init__(self, owners: Mapping[int, str]):
+        super().__init__()
+        self.owners, self.names, self._depth = owners, set[str](), 0
+
+    def leave_out(self, module: torch.nn.Module, stack: contextlib.ExitStack) -> None:
+        def enter(*_: Any) -> None:
+            self._depth += 1
+
+        def leave(*_: Any) -> None:
+            self._depth -= 1
+
+        stack.callback(module.register_forward_pre_hook(enter).remove)
+        stack.callback(module.register_forward_hook(leave).remove)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if not self._depth and func not in PLAIN_FUNCTIONS:
+            leaves = torch_private.tree_leaves((args, kwargs))
+            self.names |= {self.owners[id(leaf)] for leaf in leaves if id(leaf) in self.owners}
+        return super().__torch_function__(func, types, args, kwargs)
