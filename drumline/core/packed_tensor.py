@@ -269,6 +269,6 @@ def joined(
         else:
             result[name] = tensor
     for name, own in parts.items():
-        packed: Any = like(name)
-        result[name] = nn.Parameter(packed.with_parts(own), requires_grad=False)
+        packed: Any = like(name)  # which may be of another class, as what is read-only
+        result[name] = nn.Parameter(PackedTensor.with_parts(packed, own), requires_grad=False)
     return result

@@ -202,6 +202,17 @@ def test_a_rank_without_the_file_is_sent_the_blocks(mixed, on_master, tmp_path):
     assert nbytes < dense_nbytes / 3
 
 
+def test_blocks_are_read_from_disk_by_each_pass(mixed, on_master):
+    """The first layer on disk ended the pass: what is read-only there was not known as packed."""
+
+    def run(model):
+        return model(torch.arange(3, 60)[None]).logits
+
+    device_map = {"": 0, "model.layers": (1, "disk"), "model.layers.0": (0, "disk")}
+    logits = on_master(mixed, 2, run, dtype=torch.float32, device_map=device_map)
+    assert torch.equal(logits, on_master(mixed, 1, run, dtype=torch.float32, dequantize=True))
+
+
 def test_an_adapter_is_merged_into_the_layers_of_a_file(file, on_master, tmp_path):
     plain = LlamaForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     merged = merge(plain, make_adapter(tmp_path / "adapter", plain, LINEAR))
