@@ -9,7 +9,6 @@ from there when it is on another rank.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,12 +33,8 @@ def read_outside(
         model = build_on_meta(kind, without_quantization(config), dtype).eval()
         modules = dict(model.named_modules())
         tables = {part.name: modules[part.name] for part in parts.others if part.name in modules}
-        tensors = [
-            (name, tensor)
-            for name, module in tables.items()
-            for tensor in itertools.chain(module.parameters(), module.buffers())
-        ]
-        watch = _OutsideReads({id(tensor): name for name, tensor in tensors})
+        owners = {id(p): name for name, module in tables.items() for p in module.parameters()}
+        watch = _OutsideReads(owners)
         with contextlib.ExitStack() as stack:
             for name in (*tables, *(part.name for part in parts.layers)):
                 watch.leave_out(modules[name], stack)
@@ -52,9 +47,10 @@ def read_outside(
 
 
 class _OutsideReads(MetaPass):
-    """Notes which tensors are read while no part of the model runs.
+    """Notes which parameters are read while no part of the model runs.
 
-    owners: the parts of tensors, by the id of these.
+    owners: the parts of parameters, by the id of these. Buffers are left out: those that models
+    compute, as the types of a row of tokens, can be read wherever their part is.
     """
 
     def __init__(self, owners: Mapping[int, str]):
