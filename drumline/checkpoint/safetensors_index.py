@@ -212,7 +212,7 @@ def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
             if length == GIT_LFS_POINTER:
                 raise ValueError("a pointer of git-lfs stands in its place: `git lfs pull`")
             SAFETENSORS["header length"].check(length, most=size - 8)
-            header = json.loads(stream.read(length), object_pairs_hook=distinct_fields)
+            header = json.loads(stream.read(length).decode(), object_pairs_hook=distinct_fields)
         if not isinstance(header, dict):
             raise ValueError("its header is not a JSON object")
         notes = header.pop("__metadata__", {})

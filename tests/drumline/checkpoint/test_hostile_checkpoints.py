@@ -59,6 +59,13 @@ def file(tmp_path):
     return tmp_path / "model.safetensors"
 
 
+def test_a_header_in_another_encoding_is_refused(file):
+    """safetensors takes UTF-8 alone, and JSON of any encoding was read here."""
+    with_header(file, lambda header: json.dumps(header).encode("utf-16"))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a whole"):
+        read_index(file.parent)
+
+
 def entry(**fields):
     """A change of the header that puts these fields into its first tensor."""
     return lambda header: {**header, "first": {**header["first"], **fields}}
