@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from safetensors.torch import load_file, save_file
 import drumline
 from coordinator import Coordinator
 from drumline import CheckpointError
+from drumline.checkpoint.safetensors_index import StoredTensor
+from drumline.weight_formats.dequantized import METHODS
 
 BLOCK = 16
 SMALL = {
@@ -406,6 +409,14 @@ def test_what_is_not_known_or_lacks_scales_is_named(
 
     for error in ranks_or_errors(rank, 2):
         assert isinstance(error, CheckpointError) and problem in str(error)
+
+
+def test_zeros_that_do_not_fill_their_words_are_refused():
+    """Those of the last four of 60 rows are in no word, and were read behind the last one."""
+    shapes = {"qweight": ("I32", (4, 60)), "qzeros": ("I32", (1, 7)), "scales": ("F32", (1, 60))}
+    index = {f"up.{part}": StoredTensor("a", 0, *form) for part, form in shapes.items()}
+    with pytest.raises(CheckpointError, match=r"up\.qweight"):
+        list(METHODS["gptq"](Path("a"), index, {**GPTQ, "group_size": 32}))
 
 
 def to_bitnet(name, tensor):
