@@ -401,8 +401,8 @@ def _transposed(path: Path, index: Index, settings: Mapping[str, Any]) -> Derive
         num_groups, num_words = -(-sizes[0] // group_size), sizes[1] * num_bits // INT32_BITS
         shapes = (num_groups, sizes[1]), (num_groups, num_words), (sizes[0],)
         order_shape = shapes[2] if groups is None else groups.shape
-        is_even = sizes[1] * num_bits % INT32_BITS == 0  # or the last zeros are in no word
-        if not is_even or (scales.shape, zeros.shape, order_shape) != shapes:
+        # Zeros that do not fill their words would be read behind the last one.
+        if sizes[1] * num_bits % INT32_BITS or (scales.shape, zeros.shape, order_shape) != shapes:
             raise _unreadable(path, name, stored)
         weight = TransposedWeight(
             **{**_like(stored), "shape": (sizes[1], sizes[0])},
