@@ -104,7 +104,8 @@ class Rendezvous:
             self._session.heartbeat.refresh(limit_s, self._key)
             self._refresh_at = time.monotonic() + self._timings.rendezvous_s
         self._check_withdrawn()
-        lost = [rank for rank in self._members if rank in self._session.heartbeat.lost]
+        # The first to be lost comes first: others may have been ended because of it.
+        lost = [rank for rank in self._session.heartbeat.lost if rank in self._members]
         if lost and self._parent is None:
             raise PeerLost(
                 f"rank {self._rank} was in {self._pending.call} when {self._describe(lost)} "

@@ -1,7 +1,7 @@
 """A rank that fails before it has joined the others, told to rank 0 on another host.
 
-with told_to_rank_0(job) as tell:
-    supervise(on_failure=tell)
+with reporting_to_rank_0(job) as report:
+    supervise(on_failure=report)
 
 The connections of a rank that has joined break as it ends. Of one that has not, nothing breaks, and
 the others would wait for it until their deadline. So its launcher joins in its place, and is lost.
@@ -26,20 +26,22 @@ CONTROL = purpose_of("control")  # that of rank 0's server
 
 
 @contextlib.contextmanager
-def told_to_rank_0(job: Job) -> Iterator[Callable[[Failure], None]]:
-    """A function that tells of failures in the background; they have been told after the block.
+def reporting_to_rank_0(job: Job) -> Iterator[Callable[[Failure], None]]:
+    """A function that reports failures in the background; the block ends when all are reported.
 
-    Where rank 0 listens within node_end_s: until then it may be importing.
+    Where rank 0 listens within node_end_s: until then it may be importing. Where it listens already
+    the report comes before the function returns, so before ranks that are ended because of it.
     """
     threads: list[threading.Thread] = []
 
-    def tell(failure: Failure) -> None:
+    def report(failure: Failure) -> None:
         if not failure.blames and not failure.ended_by_launcher:
             threads.append(threading.Thread(target=_join_and_leave, args=(job, failure)))
             threads[-1].start()
+            threads[-1].join(timings.TIMINGS.node_connect_s)
 
     try:
-        yield tell
+        yield report
     finally:
         for thread in threads:
             thread.join()

@@ -60,10 +60,10 @@ def launch_local(
     infos = [setup.info for setup in plan.ranks]
     if job.node_rank == 0:
         return server.supervise(infos, watch)
-    from launcher.external.failed_rank import told_to_rank_0  # nor this
+    from launcher.external.failed_rank import reporting_to_rank_0  # nor this
 
-    with told_to_rank_0(job) as tell:
-        return server.supervise(infos, watch, tell)
+    with reporting_to_rank_0(job) as report:
+        return server.supervise(infos, watch, report)
 
 
 def _check_open_files(job: Job) -> None:
