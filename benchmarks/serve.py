@@ -215,8 +215,8 @@ def _running(
             server = Server(name, port, model, more)
             if not _has_started(server, process):
                 log.seek(0)
-                said = log.read().decode(errors="replace").strip()[-2000:]
-                raise SystemExit(f"{name} does not answer: {command}\n{said}")
+                text = log.read().decode(errors="replace").strip()[-2000:]
+                raise SystemExit(f"{name} does not answer: {command}\n{text}")
             yield server
         finally:
             process.terminate()

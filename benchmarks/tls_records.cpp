@@ -75,22 +75,22 @@ struct Own : End {
 // The session that both ends would resume: the external key of TLS 1.3.
 SSL_SESSION* session(SSL* ssl) {
     const unsigned char suite[] = {0x13, 0x02};
-    SSL_SESSION* found = SSL_SESSION_new();
-    require(SSL_SESSION_set1_master_key(found, key, 48) == 1 &&
-                SSL_SESSION_set_cipher(found, SSL_CIPHER_find(ssl, suite)) == 1 &&
-                SSL_SESSION_set_protocol_version(found, TLS1_3_VERSION) == 1,
+    SSL_SESSION* resumed = SSL_SESSION_new();
+    require(SSL_SESSION_set1_master_key(resumed, key, 48) == 1 &&
+                SSL_SESSION_set_cipher(resumed, SSL_CIPHER_find(ssl, suite)) == 1 &&
+                SSL_SESSION_set_protocol_version(resumed, TLS1_3_VERSION) == 1,
             "session");
-    return found;
+    return resumed;
 }
 int of_client(SSL* ssl, const EVP_MD*, const unsigned char** id, size_t* nbytes,
-              SSL_SESSION** found) {
+              SSL_SESSION** resumed) {
     *id = reinterpret_cast<const unsigned char*>("launch");
     *nbytes = 6;
-    *found = session(ssl);
+    *resumed = session(ssl);
     return 1;
 }
-int of_server(SSL* ssl, const unsigned char*, size_t, SSL_SESSION** found) {
-    *found = session(ssl);
+int of_server(SSL* ssl, const unsigned char*, size_t, SSL_SESSION** resumed) {
+    *resumed = session(ssl);
     return 1;
 }
 

@@ -19,7 +19,7 @@ struct ResultArguments {
     Address num_rows, num_columns, out, inputs, num_inputs;
     int is_bfloat16;
 
-    packed::Result result() const {
+    packed::Result packed() const {
         return {pointer<const float>(inputs),
                 num_inputs,
                 pointer<void>(out),
@@ -38,18 +38,18 @@ struct ResultArguments {
 PyObject* unpack_rows(PyObject*, PyObject* arguments) {
     packed::BlockRows weight;
     Address blocks, row_nbytes, order, num_threads;
-    ResultArguments given;
+    ResultArguments result;
     if (!PyArg_ParseTuple(arguments, "(iKKK)(KKKpKK)K", &weight.kind, &blocks, &row_nbytes, &order,
-                          &given.num_rows, &given.num_columns, &given.out, &given.is_bfloat16,
-                          &given.inputs, &given.num_inputs, &num_threads) ||
-        !given.is_possible())
+                          &result.num_rows, &result.num_columns, &result.out, &result.is_bfloat16,
+                          &result.inputs, &result.num_inputs, &num_threads) ||
+        !result.is_possible())
         return nullptr;
     weight.blocks = pointer<const uint8_t>(blocks);
     weight.row_nbytes = row_nbytes;
     weight.order = pointer<const int64_t>(order);
     bool is_known;
     Py_BEGIN_ALLOW_THREADS;
-    is_known = packed::unpack(weight, given.result(), num_threads);
+    is_known = packed::unpack(weight, result.packed(), num_threads);
     Py_END_ALLOW_THREADS;
     if (is_known) Py_RETURN_NONE;
     return PyErr_Format(PyExc_ValueError, "%d is not a kind of block that is known", weight.kind);
@@ -61,12 +61,12 @@ PyObject* unpack_integers(PyObject*, PyObject* arguments) {
     int is_packed_by_rows;
     const char* shifts;
     Py_ssize_t num_shifts;
-    ResultArguments given;
+    ResultArguments result;
     if (!PyArg_ParseTuple(arguments, "(KKKKKIpy#I)(KKKpKK)K", &words, &zeros, &scales, &groups,
                           &num_groups, &weight.num_bits, &is_packed_by_rows, &shifts, &num_shifts,
-                          &weight.zero_shift, &given.num_rows, &given.num_columns, &given.out,
-                          &given.is_bfloat16, &given.inputs, &given.num_inputs, &num_threads) ||
-        !given.is_possible())
+                          &weight.zero_shift, &result.num_rows, &result.num_columns, &result.out,
+                          &result.is_bfloat16, &result.inputs, &result.num_inputs, &num_threads) ||
+        !result.is_possible())
         return nullptr;
     if (weight.num_bits == 0 || num_shifts * weight.num_bits != 32)
         return PyErr_Format(PyExc_ValueError, "%zd shifts for integers of %u bits", num_shifts,
@@ -79,7 +79,7 @@ PyObject* unpack_integers(PyObject*, PyObject* arguments) {
     weight.is_packed_by_rows = is_packed_by_rows != 0;
     weight.shifts = reinterpret_cast<const uint8_t*>(shifts);
     Py_BEGIN_ALLOW_THREADS;
-    packed::unpack(weight, given.result(), num_threads);
+    packed::unpack(weight, result.packed(), num_threads);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }

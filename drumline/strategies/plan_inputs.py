@@ -55,11 +55,12 @@ class PlanInputs:
             speeds=speeds,
             step=self.step,
         )
-        planned, parts, opened = make(self.parts), self.parts, self.checkpoint
+        planned, parts, checkpoint = make(self.parts), self.parts, self.checkpoint
         if all(planned.places[part.name][0] == 0 for part in parts.others):
             return planned
-        names = read_outside(opened.kind, opened.config, opened.dtype, parts)
-        return make(replace(parts, root_tensors=(*parts.root_tensors, *names)))
+        names = read_outside(checkpoint.kind, checkpoint.config, checkpoint.dtype, parts)
+        root_tensors = (*parts.root_tensors, *names)
+        return make(replace(parts, root_tensors=root_tensors)) if names else planned
 
 
 def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOptions) -> PlanInputs:

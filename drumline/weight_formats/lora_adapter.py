@@ -51,7 +51,7 @@ OF_TRAINING = (
     *("ensure_weight_tying",),
 )
 """Fields that change nothing of what a trained adapter does. With any other one it is refused."""
-BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
+INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the weights of the model alone: pissa does not."""
 DEFAULTS = {"r": 8, "lora_alpha": 8}
 """Values of peft's LoraConfig."""
@@ -93,20 +93,24 @@ def num_match_steps(pattern: str, length: int) -> int:
 
 def _is_target(module: str, settings: Mapping[str, Any]) -> bool:
     """True if peft takes the module for one of an adapter's targets; check_target_module_exists."""
-    saved, layers = settings.get("modules_to_save") or [], settings.get("layers_to_transform")
+    saved = settings.get("modules_to_save") or []
+    layers = _as_list(settings.get("layers_to_transform"))
     is_saved = any(f".{name}." in f".{module}." for name in saved)
     if is_saved or _matches(module, settings.get("exclude_modules") or []):
         return False
-    if layers in (None, []):
+    if not layers:
         return _matches(module, settings["target_modules"], otherwise=True)
-    patterns = settings.get("layers_pattern") or [r"[^.]*"]
-    patterns = [patterns] if isinstance(patterns, str) else patterns
+    patterns = _as_list(settings.get("layers_pattern") or r"[^.]*")
     numbers = (re.match(rf"(?:^|.*?\.){name}\.(\d+)\.", module) for name in patterns)
     number = next(filter(None, numbers), None)
-    chosen = layers if isinstance(layers, list) else [layers]
     return bool(
-        number and int(number[1]) in chosen and _matches(module, settings["target_modules"])
+        number and int(number[1]) in layers and _matches(module, settings["target_modules"])
     )
+
+
+def _as_list(value: Any) -> list[Any]:
+    """A setting that is one value, a list of them, or None for none."""
+    return [] if value is None else value if isinstance(value, list) else [value]
 
 
 def _matches(module: str, names: Any, otherwise: bool = False) -> bool:
@@ -282,8 +286,8 @@ class LoraAdapter:
         surplus = sorted(
             name for name in self.settings if self.settings[name] and name not in fields
         )
-        if (beginning := self.settings.get("init_lora_weights")) not in BEGINNINGS:
-            surplus.append(f"init_lora_weights={beginning!r:.60}")
+        if (initialization := self.settings.get("init_lora_weights")) not in INITIALIZATIONS:
+            surplus.append(f"init_lora_weights={initialization!r:.60}")
         if kind != "LORA" or surplus:
             raise self._error(f"is an adapter of the kind {' '.join([str(kind), *surplus]):.200}")
         try:
@@ -314,9 +318,8 @@ class LoraAdapter:
 
     def _check_layers(self, targets: Any) -> None:
         layers = self.settings.get("layers_to_transform")
-        patterns = self.settings.get("layers_pattern") or []
-        patterns = [patterns] if isinstance(patterns, str) else patterns
-        numbers = [] if layers is None else layers if isinstance(layers, list) else [layers]
+        numbers = _as_list(layers)
+        patterns = _as_list(self.settings.get("layers_pattern") or None)
         if not all(type(number) is int for number in numbers):
             raise FieldError(f"layers_to_transform={layers!r:.60} is not numbers of layers")
         if not _is_list_of_names(patterns) or not all(map(str.isidentifier, patterns)):

@@ -76,7 +76,7 @@ def parser(prog: str = PROG) -> CommandParser:
     top = CommandParser(prog=prog, description=DESCRIPTION)
     top.add_argument("--version", action=VersionAction, nargs=0, help="print the version")
     commands = top.add_subparsers(dest="command", required=True, parser_class=CommandParser)
-    run = commands.add_parser("run", help="start a script once per rank", epilog=run_options.EPILOG)
+    run = commands.add_parser("run", help="start a script once per rank")
     run_options.add_options(run)
     doctor = commands.add_parser("doctor", help="check this machine", epilog=DOCTOR_EPILOG)
     doctor.add_argument("--json", action="store_true", help="print a JSON object per finding")
@@ -98,7 +98,7 @@ def parse(arguments: Sequence[str], prog: str = PROG) -> argparse.Namespace:
     if list(arguments[:1]) != ["run"]:
         return parser(prog).parse_args(arguments)
     words, script_arguments = run_options.split(arguments)
-    run = CommandParser(prog=f"{prog} run", epilog=run_options.EPILOG)
+    run = CommandParser(prog=f"{prog} run")
     run_options.add_options(run)
     options = run.parse_args(words[1:])
     options.command, options.arguments = "run", script_arguments

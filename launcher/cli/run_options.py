@@ -46,6 +46,7 @@ DRUMLINE_LOG_LEVEL=INFO (or DEBUG, WARNING, ERROR) sets what is logged; default:
 
 def add_options(run: argparse.ArgumentParser) -> None:
     """The options of `run`. A test holds the list: they are few on purpose."""
+    run.epilog = EPILOG
     run.add_argument(
         "-n",
         "--nproc-per-node",

@@ -167,7 +167,7 @@ class Nccl(PluginBackend):
         self._stream = stream
         if stream is not None:
             self.given_stream = GivenStream(stream, self._me)
-        self._library, self._library_problem = nccl_library.found(library)
+        self._library, self._library_problem = nccl_library.find_or_problem(library)
         if existing is None:
             options: dict[str, Any] = {
                 "library": getattr(self._library, "path", ""),

@@ -125,7 +125,7 @@ def find(path: str | None = None) -> NcclLibrary:
     )
 
 
-def found(path: str | None) -> tuple[NcclLibrary | None, str]:
+def find_or_problem(path: str | None) -> tuple[NcclLibrary | None, str]:
     """The library, or the reason why there is none: the peers must learn it before they wait."""
     try:
         return find(path), ""
