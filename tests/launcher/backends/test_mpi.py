@@ -84,9 +84,9 @@ def test_ranks_started_by_a_bare_mpiexec_know_each_other(mpi_name):
 def test_ranks_started_by_us_have_the_launch_id_that_was_asked_for(mpi_name, tmp_path):
     script = tmp_path / "a script.py"
     script.write_text(SHOW)
-    job = Job(Target("script", str(script)), nprocs=2, launch_id="tuesday", master_port=23456)
+    job = Job(Target("script", str(script)), nprocs=2, launch_id="mpi", master_port=23456)
     infos = _run(mpi.command(job), **mpi.environment(job))
-    assert _common(infos) == {("tuesday", 2, "127.0.0.1", 23456)}
+    assert _common(infos) == {("mpi", 2, "127.0.0.1", 23456)}
     assert [i["rank"] for i in infos] == [0, 1]
 
 

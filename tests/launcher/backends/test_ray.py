@@ -83,7 +83,7 @@ def work(tmp_path_factory):
 @pytest.fixture(scope="module")
 def five(work):
     """What each of five ranks says: its LaunchInfo, the secret, its greeting, and its variables."""
-    return launcher.launch(work.meet, nprocs=5, launcher="ray", launch_id="tuesday", timeout_s=60)
+    return launcher.launch(work.meet, nprocs=5, launcher="ray", launch_id="ray", timeout_s=60)
 
 
 def test_ranks_spread_unevenly_over_nodes_know_each_other(five):
@@ -91,7 +91,7 @@ def test_ranks_spread_unevenly_over_nodes_know_each_other(five):
     assert [info.rank for info in infos] == [0, 1, 2, 3, 4]
     assert [info.local_world_size for info in infos] == [3, 3, 3, 2, 2]
     assert [info.local_rank for info in infos] == [0, 1, 2, 0, 1]
-    assert {(info.launch_id, info.world_size) for info in infos} == {("tuesday", 5)}
+    assert {(info.launch_id, info.world_size) for info in infos} == {("ray", 5)}
 
 
 def test_rank_0_listens_where_the_others_look(five):

@@ -176,14 +176,14 @@ def test_ranks_started_by_us_have_the_launch_id_and_the_secret_of_the_launch(slu
         Target("script", str(script)),
         nprocs=2,
         nnodes=2,
-        launch_id="tuesday",
+        launch_id="slurm",
         results_dir=str(tmp_path),
         encrypt=True,
     )
     infos = _run(command(job), {**slurm, **environment(job)})
     assert [info["rank"] for info in infos] == [0, 1, 2, 3]
     assert all(info["extras"]["encrypt"] for info in infos)
-    assert {(i["launch_id"], i["local_world_size"]) for i in infos} == {("tuesday", 2)}
+    assert {(i["launch_id"], i["local_world_size"]) for i in infos} == {("slurm", 2)}
     assert len({info["secret"] for info in infos}) == 1
 
 
