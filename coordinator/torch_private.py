@@ -1,7 +1,7 @@
 """All that drumline takes from torch by private names: no other module touches one.
 
-Where a public name serves, it is used in its place instead. Each name below has its reason, and the
-releases in which it was read. For drumline's own layers, and not for users.
+Where a public name serves, it is used in its place instead. tests/versions/taken_names.py has the
+reason of each, and the releases that were read. For drumline's own layers, and not for users.
 """
 
 from __future__ import annotations
@@ -22,66 +22,7 @@ from torch.export import ExportedProgram
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
-READ_IN = "2.11.0, 2.13.0, 2.14.1, 2.15.0"
-"""Releases whose source was read for every name below, where none is given."""
-
-RUN_IN = "2.11.0, 2.13.0, 2.15.0"
-"""Releases that were asked for a name which only their C++ has."""
-
-NAMES: dict[str, tuple[str, str]] = {
-    # Tensors.
-    "_subclasses": ("the fake tensors of tracing, which have no memory to move", READ_IN),
-    "_functorch": ("tensors inside of vmap and grad, which are wrappers", READ_IN),
-    "_disabled_torch_function_impl": (
-        "what a subclass says to have no __torch_function__",
-        READ_IN,
-    ),
-    "_make_wrapper_subclass": ("a tensor of a shape and without memory", READ_IN),
-    "_parse_to": ("how torch reads the arguments of .to(), for the devices of others too", READ_IN),
-    "_nn": ("where _parse_to is", READ_IN),
-    "_spec": ("layout of a DTensor, which from_local would compute anew", READ_IN),
-    # Operators.
-    "_AutoDispatchBelowAutograd": ("an operator of ours that autograd must not see", READ_IN),
-    "_ops": ("kinds of operators, to tell them from functions in a traced program", READ_IN),
-    "_schema": ("which arguments of an operator are devices, and whether it writes", READ_IN),
-    "_python_dispatch": ("a mode that sees every operator; it is documented there", READ_IN),
-    "_get_current_dispatch_mode_stack": ("whether such a mode of ours is on already", READ_IN),
-    "_pytree": ("trees of torch.export and fx, whose kinds of nodes are registered there", READ_IN),
-    "_enter_autocast": ("name of the call in a traced program, which has a device type", READ_IN),
-    # Modules.
-    "_parameters": ("a module's own parameters, and those that are None", READ_IN),
-    "_buffers": ("a module's own buffers, and those that are None", READ_IN),
-    "_modules": ("whether a module has places for children", READ_IN),
-    "_non_persistent_buffers_set": ("buffers that no checkpoint has", READ_IN),
-    "_forward_hooks": ("whether a script watches a module", READ_IN),
-    "_forward_pre_hooks": ("whether a script watches a module", READ_IN),
-    "_apply": ("the one method by which modules are moved and converted", READ_IN),
-    # torch.compile.
-    "_initialize_hook": ("what torch.compile(model) asks a model for, before it traces", READ_IN),
-    "_torchdynamo_orig_callable": ("the mark of a function that is compiled", READ_IN),
-    "_dynamo": ("torch.compiler.disable imports the compiler, which takes seconds", READ_IN),
-    "_FrameAction": ("as _dynamo; where it is missing, nothing is skipped", READ_IN),
-    "_FrameExecStrategy": ("as _dynamo; where it is missing, nothing is skipped", READ_IN),
-    "_inductor": ("AOTInductor, documented by these names", READ_IN),
-    "_aoti": ("aoti_load_package asks a compiler what this CPU can do", READ_IN),
-    "_internal": ("the store of a process group whose other ranks do not exist", READ_IN),
-    # torch.distributed.
-    "_Options": ("a gloo group at an address of ours, with one thread", RUN_IN),
-    "_devices": ("as _Options", RUN_IN),
-    "_threads": ("as _Options", RUN_IN),
-    "_timeout": ("as _Options, and the time limit that torch passes to a backend", READ_IN),
-    "_allgather_base": ("gloo's allgather into one tensor", READ_IN),
-    "_get_process_group_store": ("where ranks of a group that torch made meet", READ_IN),
-    "_device_types": ("the devices of a group, to find the backend of each", READ_IN),
-    "_get_backend": ("a group's backend object, which has no public getter", READ_IN),
-    "_set_group_name": ("torch calls it on a group that Python made", READ_IN),
-    "_set_group_desc": ("torch calls it on a group that Python made", READ_IN),
-    "_C": ("torch's own C++ module, where some of these names are", READ_IN),
-}
-"""Each private name that is taken, as an attribute, by import or as text: why, and where read."""
-
 __all__ = [
-    "NAMES",
     "DispatchMode",
     "FakeTensor",
     "FakeTensorMode",

@@ -1,4 +1,4 @@
-"""transformers is touched in one module, which says of every name why, and where it was read."""
+"""transformers is touched in one module; a table says of every name why it is taken."""
 
 import ast
 from pathlib import Path
@@ -9,6 +9,13 @@ from transformers import LlamaForCausalLM, WhisperForConditionalGeneration
 from drumline.contact import transformers_api
 from drumline.contact.loading import weights
 from tests.programs.syntax_trees import nodes, trees
+from tests.versions.taken_names import (
+    BATCHING_NAMES,
+    BATCHING_UNDERSCORES,
+    RELEASES,
+    TRANSFORMERS,
+    UNDERSCORES,
+)
 
 CONTACT = Path("drumline/contact/transformers_api.py")
 
@@ -53,17 +60,18 @@ def test_only_verbs_of_the_contact_package_build_on_that_module():
 
 def test_each_name_has_a_reason_and_releases_that_were_read():
     taken = imported(trees()[CONTACT]) - {"transformers"}
-    names = {**transformers_api.NAMES, **transformers_api.BATCHING_NAMES}
+    names = {**TRANSFORMERS, **BATCHING_NAMES}
     assert taken == set(names)
-    for name, (reason, releases) in names.items():
-        assert len(reason.split()) > 3 and "5.2" in releases, name
+    for name, reason in names.items():
+        assert len(reason.split()) > 3, name
+    assert all(release.startswith("5.2") for release in RELEASES["transformers"])
     assert not [name for name in taken if name.startswith("_")]
-    assert len(transformers_api.NAMES) <= 30 and len(transformers_api.BATCHING_NAMES) <= 16
+    assert len(TRANSFORMERS) <= 30 and len(BATCHING_NAMES) <= 16
 
 
 def test_what_batches_need_is_what_is_imported_for_them():
     batching = transformers_api.continuous_batching()
-    assert vars(batching).keys() == transformers_api.BATCHING_NAMES.keys()
+    assert vars(batching).keys() == BATCHING_NAMES.keys()
 
 
 def spelled(tree: ast.Module) -> set[str]:
@@ -78,7 +86,7 @@ def spelled(tree: ast.Module) -> set[str]:
 
 def test_names_with_an_underscore_and_classes_as_text_stay_in_the_contact_package():
     """An import cannot miss them, so one that is renamed must be found in one place."""
-    reasons = {**transformers_api.UNDERSCORES, **transformers_api.BATCHING_UNDERSCORES}
+    reasons = {**UNDERSCORES, **BATCHING_UNDERSCORES}
     names = {*reasons, *weights.OPERATIONS}
     inside = set()
     for path, tree in trees().items():
@@ -88,8 +96,8 @@ def test_names_with_an_underscore_and_classes_as_text_stay_in_the_contact_packag
         elif path != CONTACT:
             inside |= here
     assert inside == names
-    for reason, releases in reasons.values():
-        assert len(reason.split()) > 3 and "5.2" in releases, reason
+    for reason in reasons.values():
+        assert len(reason.split()) > 3, reason
 
 
 def test_methods_of_transformers_with_an_underscore_are_overridden_in_the_contact_package_alone():
@@ -105,7 +113,7 @@ def test_methods_of_transformers_with_an_underscore_are_overridden_in_the_contac
         if CONTACT.parent not in path.parents:
             assert not methods & names, path
         elif path.name == "model_hooks.py":
-            assert methods & names == methods & transformers_api.UNDERSCORES.keys() != set()
+            assert methods & names == methods & UNDERSCORES.keys() != set()
 
 
 def test_names_that_transformers_may_change_stand_in_the_contact_package_alone():

@@ -10,17 +10,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load, save, save_file
 
-READ_IN = "0.8.0"
-"""The release in which every name below was read; all are public."""
-
-NAMES: dict[str, tuple[str, str]] = {
-    "safe_open": ("tensors that transformers reads one by one", READ_IN),
-    "load": ("tensors that came as bytes from another rank", READ_IN),
-    "save": ("tensors as bytes, for other ranks", READ_IN),
-    "save_file": ("weights that are offloaded to disk", READ_IN),
-}
-"""Each name that is taken: why, and where it was read."""
-
 
 def open_tensors(files: Mapping[str, Path], maps: bool) -> dict[str, Any]:
     """By name, what reads a tensor of the CPU when it is indexed. files: that of each.

@@ -15,26 +15,6 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-READ_IN = "0.34.0, 0.54.0"
-"""Releases of uvicorn in which every name below was read, where none is given."""
-
-NAMES: dict[str, tuple[str, str]] = {
-    "Config": ("how to listen, and by which class of connections", READ_IN),
-    "Server": ("what runs the application; run, should_exit and handle_exit are used", READ_IN),
-    "capture_signals": ("replaced: uvicorn's own raises the signal again, after its end", READ_IN),
-    "H11Protocol": ("a connection, of which ours is a subclass", READ_IN),
-    "conn": ("the h11 connection of it, which reads and writes HTTP", READ_IN),
-    "connections": ("all that are open, to count them", READ_IN),
-    "cycle": ("the request that is answered: response_complete, disconnected", READ_IN),
-    "flow": ("write_paused: a client that does not take its answer", READ_IN),
-    "transport": ("abort, which closes at once", READ_IN),
-    "loop": ("call_later, for deadlines", READ_IN),
-    "on_response_complete": ("overridden: the next request begins", READ_IN),
-    "send_400_response": ("overridden: nothing may follow an answer that has begun", READ_IN),
-    "h11": ("states of both sides, and the events of a request: all documented", "0.14.0, 0.16.0"),
-}
-"""Each name that is taken, public or not: why, and where it was read."""
-
 
 def config(app: Any, connection: Callable[..., Any], **settings: Any) -> Any:
     """The settings of a server. connection: makes each connection, an HttpConnection."""

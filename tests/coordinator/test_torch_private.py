@@ -1,4 +1,4 @@
-"""Private names of torch are in one module, which says of each why, and where it was read."""
+"""Private names of torch are in one module; a table says of each why it is taken."""
 
 import ast
 from pathlib import Path
@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 
 from coordinator import torch_private
 from tests.programs.syntax_trees import nodes, trees
+from tests.versions.taken_names import RELEASES, TORCH
 
 CONTACT = Path("coordinator/torch_private.py")
 OBJECTS = (
@@ -123,10 +124,10 @@ def test_one_module_touches_private_names_of_torch():
 def test_each_private_name_has_a_reason_and_the_releases_that_were_read():
     tree = trees()[CONTACT]
     taken = {name for _, name in private_names(tree, names_of_torch())}
-    assert taken - {"_names"} == set(torch_private.NAMES)  # that one is its own
-    for name, (reason, releases) in torch_private.NAMES.items():
+    assert taken - {"_names"} == set(TORCH)  # that one is its own
+    for name, reason in TORCH.items():
         assert len(reason) > 10 or reason.startswith("as _"), name
-        assert releases.startswith("2.1"), name
+    assert all(release.startswith("2.1") for release in RELEASES["torch"])
 
 
 def test_what_every_token_calls_is_torchs_own_function():

@@ -13,14 +13,6 @@ from pathlib import Path
 
 from drumline.errors import CheckpointError
 
-READ_IN = "2.4.0"
-"""The release in which every name below was read; all are public."""
-
-NAMES: dict[str, tuple[str, str]] = {
-    "snapshot_download": ("the files of a model, kept in its cache", READ_IN),
-}
-"""Each name that is taken: why, and where it was read."""
-
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py")
 """What a model is made of; other formats of the same weights stay where they are."""
