@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import drumline
+import launcher
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +26,7 @@ def test_importing_drumline_imports_no_other_package():
 
 
 def test_every_public_name_is_that_of_its_module():
-    for name, module in drumline._module_by_name().items():
+    for name, module in launcher.public_names("drumline").items():
         assert getattr(drumline, name) is getattr(importlib.import_module(module), name)
 
 
