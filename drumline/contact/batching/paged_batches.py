@@ -41,7 +41,7 @@ LEAST_BESIDE = 8
 """Tokens of prompts in a step, however long it takes: a prompt comes to its end."""
 
 SLOWER = 2
-"""Times as long as a step without prompts a step with them may take."""
+"""Times as long as a step without prompts a step with one may take; with more, longer for each."""
 
 UNLIMITED = 1e9
 """The share of this host's memory that the tables take for granted: the ranks' own is counted."""
@@ -194,24 +194,25 @@ class SteppedModel:
 
 
 class Pace:
-    """The tokens of prompts in a step beside others: fewer where such steps took too long.
+    """The tokens of prompts in a step beside others: as many for each prompt that waits, and fewer
+    where such steps took too long.
 
-    most: of them, before those for each of the others.
+    most: of one prompt, before those for each of the others.
     """
 
     def __init__(self, most: int):
         self.most, self._part = most, 1.0
         self._plain_s = 0.0  # of a step without prompts, over the last ones
 
-    def tokens(self, num_others: int) -> int:
+    def tokens(self, num_others: int, num_prompts: int) -> int:
         most = self.most + TOKENS_BESIDE_EACH * num_others
-        return max(min(LEAST_BESIDE, most), int(most * self._part))
+        return num_prompts * max(min(LEAST_BESIDE, most), int(most * self._part))
 
-    def note(self, num_prompt_tokens: int, seconds: float) -> None:
-        """Learn from a step that made tokens of others."""
-        if not num_prompt_tokens:
+    def note(self, num_prompts: int, seconds: float) -> None:
+        """Learn from a step that made tokens of others, while that many prompts waited."""
+        if not num_prompts:
             self._plain_s = (3 * self._plain_s + seconds) / 4 if self._plain_s else seconds
-        elif seconds > SLOWER * self._plain_s > 0:
+        elif seconds > (1 + (SLOWER - 1) * num_prompts) * self._plain_s > 0:
             self._part = max(self._part / 2, LEAST_BESIDE / max(self.most, LEAST_BESIDE))
         else:
             self._part = min(self._part + 0.1, 1)
@@ -226,19 +227,27 @@ def scheduler_class(scheduler_type: str) -> type[Any]:
 
     class PacedScheduler(base):  # type: ignore[misc]
         pace: Pace | None = None
-        num_others = num_prompt_tokens = 0  # of the last step
+        num_others = num_prompts = 0  # of the last step
         block_new_requests: bool
 
         def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
-            """Let prompts have few tokens of a step in which others get their next token."""
+            """Let a prompt have few tokens of a step in which others get their next token."""
             active = self.active_requests.values()
             self.num_others = sum(not state.remaining_prefill_tokens for state in active)
+            self.num_prompts = len(active) - self.num_others + self.num_startable
             if self.num_others and self.pace is not None:
-                most = self.num_others + self.pace.tokens(self.num_others)
+                most = self.num_others + self.pace.tokens(self.num_others, self.num_prompts)
                 token_budget = min(token_budget, most)
             scheduled = super().schedule_batch(token_budget, cache_budget)
-            self.num_prompt_tokens = max(scheduled[2] - self.num_others, 0)
+            if scheduled[2] <= self.num_others:  # there were no pages for the prompts
+                self.num_prompts = 0
             return scheduled
+
+        @property
+        def num_startable(self) -> int:
+            """The new requests that there is a place for."""
+            num_places = max(0, self.max_requests_per_batch - len(self.active_requests))
+            return 0 if self.block_new_requests else min(len(self.waiting_requests), num_places)
 
         def clear_cancelled_requests(self) -> Any:
             """Let new requests in again: once some were put back, only a finished one did."""
@@ -433,7 +442,7 @@ class PagedManager(Manager):  # type: ignore[misc]
         began_s, scheduler = time.monotonic(), processor.scheduler
         processor._generation_step(SteppedModel(self.model, processor, self._choose))
         if scheduler.pace is not None and scheduler.num_others:
-            scheduler.pace.note(scheduler.num_prompt_tokens, time.monotonic() - began_s)
+            scheduler.pace.note(scheduler.num_prompts, time.monotonic() - began_s)
         self.names_in_step = []
         self.ranks.check_there()  # the call may have loaded the model again
 

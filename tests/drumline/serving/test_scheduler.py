@@ -110,6 +110,25 @@ def test_a_long_prompt_comes_in_chunks_between_the_tokens_of_others(plain, loade
     assert max(sizes) == 2 + beside + 2 * TOKENS_BESIDE_EACH
 
 
+def test_the_more_prompts_wait_the_more_of_their_tokens_a_step_has(plain, loaded):
+    """Thirty-two came in by a few tokens a step, so the first had ended before the last began: no
+    more than a dozen were ever computed together."""
+    prompts = [[3 + n % 50 for n in range(number, number + 40)] for number in range(9)]
+    others = [Client(prompt) for prompt in prompts]
+    with scheduling(loaded) as (scheduler, sizes):
+
+        def join(number):
+            if number == 2:
+                submit(scheduler, *others)
+            return True
+
+        submit(scheduler, Client([5], ENDLESS, join))
+        texts = [client.tokens() for client in others]
+    assert texts == [alone(plain, prompt) for prompt in prompts]
+    assert sizes[:3] == [1, 1, LIMITS.max_running + CHUNK_TOKENS["cpu"][0]]
+    assert scheduler.largest_batch == 10
+
+
 def test_sequences_without_a_limit_of_their_own_run_together(loaded):
     """They ran two at a time: each was counted with all tokens that it might get."""
     with scheduling(loaded) as (scheduler, _):
@@ -259,20 +278,20 @@ def test_close_ends_a_sequence_that_nobody_reads(loaded):
 def test_prompts_have_fewer_tokens_of_a_step_that_takes_too_long_for_others():
     """The others' tokens came up to five times as far apart while a long prompt came in."""
     pace, most = Pace(32), 32 + 3 * TOKENS_BESIDE_EACH
-    assert pace.tokens(3) == most
+    assert pace.tokens(3, 1) == most and pace.tokens(3, 5) == 5 * most
 
     def step(num_tokens):
-        pace.note(num_tokens, 0.02 + 0.002 * num_tokens)
+        pace.note(min(num_tokens, 1), 0.02 + 0.002 * num_tokens)
 
     step(0)
     sizes = []
     for _ in range(30):
-        sizes.append(pace.tokens(3))
+        sizes.append(pace.tokens(3, 1))
         step(sizes[-1])
     assert sizes[0] == most and 5 < sum(sizes[5:]) / 25 < 12  # ten tokens take as long again
     for _ in range(20):
-        pace.note(pace.tokens(3), 0.03)
-    assert pace.tokens(3) == most
+        pace.note(1, 0.03)
+    assert pace.tokens(3, 1) == most
     for _ in range(9):
-        pace.note(most, 1.0)
-    assert pace.tokens(3) >= LEAST_BESIDE
+        pace.note(1, 1.0)
+    assert pace.tokens(3, 1) >= LEAST_BESIDE
