@@ -50,7 +50,9 @@ def test_a_matrix_that_was_stopped_goes_on_with_the_rows_that_did_not_run(pages,
     ran = []
     monkeypatch.setattr(matrix, "run", lambda row, _: (ran.append(row.name) or [row.name], True))
     monkeypatch.setattr(sys, "argv", ["matrix", "--resume"])
-    assert matrix.main() == 0 and ran == rest
+    environments_of_rest = {row.folder for row in matrix.ROWS if row.name in rest}
+    assert matrix.main() == 0 and len(ran) == len(environments_of_rest) < len(rest)
+    assert set(matrix.table()) >= {done, *rest}  # rows that ask for the same ran once
 
 
 @pytest.mark.parametrize(
