@@ -13,6 +13,7 @@ from coordinator import Peer as Peer
 from coordinator import PeerLost as PeerLost
 from coordinator import RankFailure as RankFailure
 from coordinator import RemoteError as RemoteError
+from drumline.checkpoint.disk_cache.weight_cache import WeightCache as WeightCache
 from drumline.checkpoint.plan_executor import LoadStats as LoadStats
 from drumline.checkpoint.shard_loader import load_into as load_into
 from drumline.compile_once.artifact_cache import BuildError as BuildError

@@ -43,6 +43,7 @@ from launcher.launch_job import run_job as run_job
 from launcher.ports import listen as listen
 from launcher.registry import register as register
 from launcher.runtime.outliving import outlive_failures as outlive_failures
+from launcher.runtime.user_folders import user_cache_folder as user_cache_folder
 from launcher.system import gpus as gpus
 from launcher.system import host_addresses as host_addresses
 from launcher.system import link_state as link_state

@@ -25,6 +25,7 @@ from drumline.checkpoint.safetensors_index import (
     StoredTensor,
     TensorReader,
     file_state,
+    path_of,
 )
 from drumline.core.consistency import run_and_share
 from drumline.core.shards import Region, split_into_blocks
@@ -48,11 +49,14 @@ SHARED_FILE_SYSTEMS = ("nfs", "nfs4", "lustre", "ceph", "beegfs", "gpfs")
 
 
 def file_identity(path: Path, index: Index, boot_id: str) -> str:
-    """Equal on two ranks only if they read the very same files."""
+    """Equal on two ranks only if they read the very same files.
+
+    boot_id: of the machine; with an empty one it is the same after the machine was started anew.
+    """
     names = sorted({stored.file for stored in index.values()})
     facts = []
-    for file in [path] if path.is_file() else [path / name for name in names]:
-        status = file.stat()
+    for name in names:
+        status = path_of(path, name).stat()
         kind, source = linux.file_system(status.st_dev)
         device = source if kind in SHARED_FILE_SYSTEMS else f"{boot_id} {status.st_dev}"
         times = status.st_mtime_ns, status.st_ctime_ns

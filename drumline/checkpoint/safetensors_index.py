@@ -248,7 +248,7 @@ def check_unchanged(path: Path, index: Index) -> None:
     """
     written = {stored.file: stored.written for stored in index.values() if stored.written}
     for name, state in written.items():
-        file = path if path.is_file() else path / name
+        file = path_of(path, name)
         if not file.exists() or file_state(file) != state:
             raise _changed(file)
 
@@ -396,8 +396,12 @@ class TensorReader:
         return self._open[name]
 
     def _path_of(self, name: str) -> Path:
-        is_of_checkpoint = not Path(name).is_absolute()  # an adapter's is not
-        return self.path if is_of_checkpoint and self.path.is_file() else self.path / name
+        return path_of(self.path, name)
+
+
+def path_of(path: Path, name: str) -> Path:
+    """A file of the checkpoint that is at `path`, or of an adapter, which has an absolute name."""
+    return path if path.is_file() and not Path(name).is_absolute() else path / name
 
 
 def _runs(shape: tuple[int, ...], region: Region) -> Iterator[tuple[int, int]]:

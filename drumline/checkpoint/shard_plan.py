@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
 
 from drumline.checkpoint.safetensors_index import ComputedTensor, Index, StoredTensor, TensorReader
 from drumline.core.mesh import Mesh
-from drumline.core.shards import OwnedRegion, Region, ShardSpec, local_shape, owned_regions
+from drumline.core.shards import (
+    OwnedRegion,
+    Region,
+    ShardSpec,
+    local_shape,
+    owned_regions,
+    split_into_blocks,
+)
 from drumline.errors import CheckpointError, PlanError
 
 
@@ -119,6 +126,19 @@ class Transfer:
         """The ranks it passes, in order: each hands on what it got, so it leaves a rank once."""
         return (self.reader, *(rank for rank, _ in self.owners if rank != self.reader))
 
+    def blocks(self, limit: int) -> Iterator[Transfer]:
+        """The transfer in pieces of at most `limit` elements."""
+        zeros = (0,) * len(self.source.start)
+        lead = len(self.size) - len(zeros)
+        for block in split_into_blocks(self.source.size, limit):
+            owners = tuple(
+                (rank, (*start[:lead], *block.moved(zeros, start[lead:]).start))
+                for rank, start in self.owners
+            )
+            source = block.moved(zeros, self.source.start)
+            size = (*self.size[:lead], *block.size)
+            yield replace(self, source=source, size=size, owners=owners)
+
 
 @dataclass(frozen=True)
 class LoadPlan:
@@ -153,10 +173,21 @@ class LoadPlan:
         ]
         return repr((self.mesh, self.readers, requests))
 
-    def hops(self, rank: int) -> Iterator[tuple[Transfer, int | None, int | None]]:
-        """The transfers through `rank`, in order, each with its previous and next rank."""
-        for transfer in self.transfers:
-            route = transfer.route
+    def in_blocks(self, index: Index, nbytes: int) -> LoadPlan:
+        """This plan with transfers of at most `nbytes` each, as they are stored."""
+        limits = ((t, max(1, nbytes // index[t.key].torch_dtype.itemsize)) for t in self.transfers)
+        return replace(self, transfers=tuple(b for t, limit in limits for b in t.blocks(limit)))
+
+    def hops(
+        self, rank: int, kept_by_rank: Sequence[Sequence[int]] = ()
+    ) -> Iterator[tuple[Transfer, int | None, int | None]]:
+        """The transfers through `rank`, in order, each with its previous and next rank.
+
+        kept_by_rank: the numbers of transfers that each rank has already.
+        """
+        kept = [frozenset(numbers) for numbers in kept_by_rank]
+        for number, transfer in enumerate(self.transfers):
+            route = [rank for rank in transfer.route if not kept or number not in kept[rank]]
             if rank in route:
                 at = route.index(rank)
                 src = route[at - 1] if at else None

@@ -11,6 +11,7 @@ drumline serve --model DIR -n 2
 drumline top
 drumline auto -n 2 script.py
 drumline join 10.0.0.1
+drumline cache
 
 run, doctor and trace are the launcher's own commands, check is the communicator's. A command
 imports only its own modules, so that `drumline run` starts as fast as `python -m launcher run`.
@@ -39,6 +40,7 @@ DELEGATED = {
     "doctor": ("launcher.cli", "check this machine"),
     "trace": ("launcher.cli", "summarise, join or draw traces"),
     "join": ("drumline.cli.join", "run here what the first machine of a launch runs"),
+    "cache": ("drumline.cli.kept_weights", "list or delete weights from other machines"),
     "check": ("communicator.cli", "run the conformance check of a backend"),
 }
 """Commands with a parser of their own, most of the layers below: the module of each, its help."""

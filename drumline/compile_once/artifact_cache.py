@@ -17,6 +17,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from drumline.errors import DrumlineError
+from launcher import user_cache_folder
 
 SECRET_NBYTES = 32
 """Length of the key that artifacts are authenticated with."""
@@ -30,7 +31,7 @@ class ArtifactCache:
     """Artifacts by key, in a folder that only this user can enter."""
 
     def __init__(self, folder: str | Path | None = None):
-        self.folder = Path(folder) if folder else Path.home() / ".cache" / "drumline" / "artifacts"
+        self.folder = Path(folder) if folder else user_cache_folder() / "artifacts"
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = self.folder.stat()
         if status.st_uid != os.getuid() or status.st_mode & 0o077:

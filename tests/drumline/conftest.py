@@ -15,6 +15,7 @@ import transformers
 
 import drumline
 import launcher
+from drumline.checkpoint.disk_cache import weight_cache
 from launcher import ports
 from tests.programs.warm import WarmParent, WarmProcess
 
@@ -52,6 +53,15 @@ def _one_thread_and_quiet() -> Iterator[None]:
     transformers.utils.logging.set_verbosity_error()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _weights_from_other_nodes_are_kept_here(tmp_path_factory) -> Iterator[None]:
+    """Not in the cache of whoever runs the tests."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_cache, "user_cache_folder", lambda: folder)
+        yield
 
 
 class Checkpoints:

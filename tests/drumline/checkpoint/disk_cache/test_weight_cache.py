@@ -1,0 +1,263 @@
+"""Weights from another machine are kept: sent once, bounded, and never used if damaged."""
+
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import drumline
+from coordinator import Coordinator
+from drumline.checkpoint import plan_executor
+from drumline.checkpoint.disk_cache import weight_cache
+from drumline.checkpoint.disk_cache.weight_cache import WeightCache
+from drumline.cli import main
+from launcher import user_cache_folder
+
+SIZE = 160  # rows and columns of a weight: 100 KB in float32
+
+
+class Weights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE, bias=False) for _ in range(6))
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """The folder of this test's own, as users have theirs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(weight_cache, "user_cache_folder", user_cache_folder)
+    return tmp_path / "cache" / "drumline" / "weights"
+
+
+@pytest.fixture
+def checkpoint(own_cache, tmp_path, monkeypatch):
+    """The weights in two files."""
+    monkeypatch.setattr(plan_executor, "BLOCK_NBYTES", 40_000)  # three blocks a weight
+    folder = tmp_path / "model"
+    folder.mkdir()
+    torch.manual_seed(0)
+    state = Weights().state_dict()
+    for number in range(2):
+        part = {name: state[name] for name in [*state][number::2]}
+        save_file(part, folder / f"{number}.safetensors")
+    return folder
+
+
+class Traffic:
+    """Counts the bytes that Coordinators and Communicators hand to each other."""
+
+    def __init__(self, monkeypatch):
+        self.nbytes = 0
+        inner = Coordinator.allgather
+
+        def allgather(coor, data, **options):
+            self.nbytes += len(data)
+            return inner(coor, data, **options)
+
+        monkeypatch.setattr(Coordinator, "allgather", allgather)
+
+
+def loaded(ranks, folder, nodes=(1, 1, 1), **options):
+    """The model and the statistics of each rank, one of which has the files."""
+
+    def rank(info):
+        with torch.device("meta"):
+            model = Weights()
+        with Coordinator(info, timeout_s=30) as coor:
+            stats = drumline.load_into(model, folder, coor, reader="rank0", **options)
+        return model.state_dict(), stats
+
+    return ranks(rank, sum(nodes), [*nodes])
+
+
+def assert_equal(found):
+    for state, _ in found[1:]:
+        for name, tensor in found[0][0].items():
+            assert torch.equal(state[name], tensor), name
+
+
+def test_a_second_start_sends_names_only(ranks, checkpoint, monkeypatch):
+    """Every start of a launch sent all the weights anew."""
+    share = 6 * SIZE * SIZE * 4
+    first = loaded(ranks, checkpoint)
+    assert [stats.nbytes_received for _, stats in first] == [0, share, share]
+    traffic = Traffic(monkeypatch)
+    second = loaded(ranks, checkpoint)
+    assert [stats.nbytes_kept for _, stats in second] == [0, share, share]
+    sent = sum(stats.nbytes_sent for _, stats in second) + traffic.nbytes
+    assert 0 < sent < 0.01 * 2 * share
+    assert_equal(first + second)
+
+
+def test_what_arrived_before_a_cut_is_not_sent_again(
+    ranks, ranks_or_errors, checkpoint, monkeypatch
+):
+    """A link that was cut at the end of a long load had all of it begin anew."""
+    share, passed = 6 * SIZE * SIZE * 4, []
+    inner = plan_executor.PlanExecutor._receive
+
+    def cut(executor, block, src, scratch):
+        if len(passed) == 7:
+            raise OSError("the link is down")
+        passed.append(block)
+        return inner(executor, block, src, scratch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plan_executor.PlanExecutor, "_receive", cut)
+        errors = loaded(ranks_or_errors, checkpoint, (1, 1))
+        assert all(isinstance(error, Exception) for error in errors)
+    found = loaded(ranks, checkpoint, (1, 1))
+    nbytes_kept = found[1][1].nbytes_kept
+    assert nbytes_kept == sum(block.source.numel * 4 for block in passed)
+    assert found[1][1].nbytes_received == share - nbytes_kept
+    assert_equal(found)
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def truncate(file):
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def exchange(file):
+    """Put another block of the same size in its place: it is whole, but not this one."""
+    others = (other for other in file.parent.iterdir() if other != file)
+    other = next(o for o in others if o.stat().st_size == file.stat().st_size)
+    file.write_bytes(other.read_bytes())
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, exchange, os.unlink])
+def test_a_damaged_block_is_received_again(ranks, checkpoint, own_cache, damage):
+    loaded(ranks, checkpoint, (1, 1))
+    (folder,) = own_cache.iterdir()
+    file = max(folder.iterdir(), key=lambda file: (file.stat().st_size, file.name))
+    nbytes = file.stat().st_size - weight_cache.DIGEST_NBYTES
+    damage(file)
+    again, after = loaded(ranks, checkpoint, (1, 1)), loaded(ranks, checkpoint, (1, 1))
+    assert (again[1][1].nbytes_received, after[1][1].nbytes_received) == (nbytes, 0)
+    assert_equal(again + after)
+
+
+@pytest.mark.parametrize("replaces", [True, False], ids=["another file", "in place"])
+def test_other_weights_of_one_size_and_time_are_other_weights(ranks, checkpoint, replaces):
+    loaded(ranks, checkpoint, (1, 1))
+    file = checkpoint / "0.safetensors"
+    status, data = file.stat(), bytearray(file.read_bytes())
+    data[-1] ^= 0x40
+    if replaces:
+        file.rename(checkpoint / "old")
+    file.write_bytes(data)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    found = loaded(ranks, checkpoint, (1, 1))
+    assert found[1][1].nbytes_kept == 0
+    assert_equal(found)
+
+
+def test_ranks_of_the_machine_that_has_the_files_keep_none(ranks, checkpoint):
+    found = loaded(ranks, checkpoint, (2, 1))
+    assert [stats.nbytes_received > 0 for _, stats in found] == [False, True, True]
+    again = loaded(ranks, checkpoint, (2, 1))
+    assert [stats.nbytes_kept > 0 for _, stats in again] == [False, False, True]
+    assert_equal(found + again)
+
+
+def test_a_folder_that_cannot_be_written_is_a_line_and_no_error(
+    ranks, checkpoint, own_cache, caplog
+):
+    own_cache.parents[1].write_text("a file where the folder should be")
+    found = loaded(ranks, checkpoint, (1, 1))
+    assert found[1][1].nbytes_received and "are not kept" in caplog.text
+    assert_equal(found)
+
+
+def block(number=0, nbytes=1000):
+    return memoryview(bytes([number]) * nbytes)
+
+
+def is_kept(cache, identity, key="k"):
+    with cache.open(identity, "") as kept:
+        return kept.read(key, memoryview(bytearray(1000)))
+
+
+def test_the_least_recently_used_goes_first_and_never_one_in_use(tmp_path):
+    cache = WeightCache(tmp_path, limit_nbytes=3600)
+    for number, identity in enumerate("abc"):
+        with cache.open(identity, f"model {identity}") as kept:
+            kept.write("k", block(number))
+        os.utime(tmp_path / identity / "lock", (number, number))
+    assert [checkpoint.name[-1] for checkpoint in cache.checkpoints()] == ["a", "b", "c"]
+    with cache.open("a", "model a"), cache.open("d", "model d") as kept:
+        assert [one.name for one in cache.checkpoints() if one.is_in_use] == ["model a", "model d"]
+        kept.write("k", block(3))
+        assert {one.name for one in cache.checkpoints()} == {f"model {one}" for one in "acd"}
+        for number in range(5):
+            kept.write(f"k{number}", block(3))
+        assert sum(one.nbytes for one in cache.checkpoints()) <= 3600
+        assert cache.clear() == 0  # the others are gone, and these are in use
+    assert is_kept(cache, "a") and is_kept(cache, "d") and not is_kept(cache, "b")
+    assert cache.clear() > 2000 and cache.checkpoints() == []
+
+
+def test_a_writer_that_was_killed_in_the_middle_leaves_nothing(tmp_path, monkeypatch):
+    cache = WeightCache(tmp_path)
+    with cache.open("a", "") as kept, monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: 1 / 0)
+        patch.setattr(os, "unlink", lambda *_: None)  # as if it was killed
+        with pytest.raises(ZeroDivisionError):
+            kept.write("k", block())
+        assert not kept.read("k", memoryview(bytearray(1000)))
+    assert len(list((tmp_path / "a").iterdir())) == 3
+    assert not is_kept(cache, "a")
+    assert {file.name for file in (tmp_path / "a").iterdir()} == {"lock", "name"}
+
+
+def test_many_write_read_and_clear_at_once(tmp_path):
+    cache, wrong = WeightCache(tmp_path), []
+
+    def write(number):
+        for _ in range(20):
+            with cache.open("a", "") as kept:
+                kept.write("k", block(7))
+                out = bytearray(1000)
+                if not kept.read("k", memoryview(out)) or out != bytes(block(7)):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        cache.clear()
+    assert wrong == []
+
+
+def test_the_disk_keeps_as_much_free_as_is_taken(tmp_path, monkeypatch, caplog):
+    cache = WeightCache(tmp_path)
+    disk = SimpleNamespace(free=9)
+    monkeypatch.setattr(weight_cache.shutil, "disk_usage", lambda folder: disk)
+    with cache.open("a", "") as kept:
+        kept.write("k", block())
+        assert not kept.read("k", memoryview(bytearray(1000))) and "is full" in caplog.text
+
+
+def test_a_relative_cache_home_is_ignored(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    assert user_cache_folder() == Path.home() / ".cache" / "drumline"
+
+
+def test_the_command_lists_and_clears(own_cache, capsys):
+    with WeightCache().open("a", "one:/models/llama") as kept:
+        kept.write("k", block())
+        assert main(["cache"]) == 0
+    assert "one:/models/llama, in use now\n1.0 KiB of at most 64.0 GiB" in capsys.readouterr().out
+    assert main(["cache", "--clear"]) == 0
+    assert capsys.readouterr().out.startswith("1.0 KiB deleted\n0 B of at most 64.0 GiB")
