@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import errors, launch_secret, ports, target, timings
-from launcher.errors import Failure, LaunchError
+from launcher.errors import Failure, LaunchError, LaunchTimeout
 from launcher.external import node_rendezvous
 from launcher.external.rank_main import LOGS
 from launcher.external.suspended import SuspendedProcesses
@@ -54,7 +54,9 @@ def run(backend: Any, job: Job) -> list[Any]:
                 code = _watch(folder, backend.command(job), environ, job.timeout_s, began_s)
         except LaunchError as ended:
             ended.failures = _failures(_records(folder), began_s)
-            raise
+            if not _is_consequence(ended, job.timeout_s):
+                raise
+            code = ended.exit_code
         records = _records(folder)
     failures = _failures(records, began_s)
     if code and records:
@@ -95,6 +97,15 @@ def _failures(records: dict[int, dict[str, Any]], began_s: float) -> tuple[Failu
     return errors.by_cause(
         Failure(**{**report, "time_s": report["time_s"] - began_s}) for report in reports
     )
+
+
+def _is_consequence(ended: LaunchError, timeout_s: float | None) -> bool:
+    """True for a time-out that came while the failure of a rank before it was not written yet."""
+    if not isinstance(ended, LaunchTimeout) or timeout_s is None or not ended.failures:
+        return False
+    first = ended.failures[0]
+    died_s = first.time_s - timings.TIMINGS.reap_lag_s
+    return not first.ended_by_launcher and died_s < timeout_s
 
 
 def _check_for_silent_ranks(

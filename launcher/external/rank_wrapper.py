@@ -24,7 +24,7 @@ from typing import Any
 from launcher import timings
 from launcher.records.pipe_records import LineBuffer
 from launcher.runtime.output import prefix
-from launcher.runtime.rank_state import without_launcher
+from launcher.runtime.rank_state import failed_on_request, without_launcher
 from launcher.system import descendants, linux
 from launcher.system.stop_signals import STOP_SIGNALS
 
@@ -82,7 +82,7 @@ def _setup_child(wrapper: int, pipes: Pipes, crash_fd: int) -> Callable[..., Non
 
 def _supervise(rank_pid: int, pipes: Pipes, crash_fd: int, logs: Path) -> RankExit:
     linux.set_subreaper(True)
-    signals: list[int] = []
+    signals: dict[int, float] = {}
     for number in STOP_SIGNALS:
         signal.signal(number, functools.partial(_pass_on, rank_pid, signals))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -97,32 +97,37 @@ def _supervise(rank_pid: int, pipes: Pipes, crash_fd: int, logs: Path) -> RankEx
     for name in STREAMS:
         os.close(pipes[name][0])
     _, status = os.waitpid(rank_pid, 0)
+    rank_exit = _rank_exit(identity, rank_pid, os.waitstatus_to_exitcode(status), signals, crash_fd)
     descendants.end_all(timings.TIMINGS.orphan_grace_s)
-    return _rank_exit(
-        identity, rank_pid, os.waitstatus_to_exitcode(status), bool(signals), crash_fd
-    )
+    return rank_exit
 
 
-def _pass_on(rank_pid: int, signals: list[int], number: int, _frame: FrameType | None) -> None:
-    signals.append(number)
+def _pass_on(
+    rank_pid: int, signals: dict[int, float], number: int, _frame: FrameType | None
+) -> None:
+    """Pass a signal on to the rank, and note when it came first."""
+    signals.setdefault(number, time.monotonic())
     linux.send_signal(rank_pid, number)
     linux.send_signal(rank_pid, signal.SIGCONT)  # it could not react while it is suspended
 
 
 def _rank_exit(
-    identity: dict[str, int], pid: int, status: int, was_signalled: bool, crash_fd: int
+    identity: dict[str, int], pid: int, status: int, signals: dict[int, float], crash_fd: int
 ) -> RankExit:
-    code = linux.shell_exit_code(status)
+    ended_s, code = time.monotonic(), linux.shell_exit_code(status)
+    signalled_s = min(signals.values(), default=None)
     dump = os.pread(crash_fd, 1 << 20, 0).decode(errors="replace").splitlines()
     failure = {
         **identity,
         "pid": pid,
-        "time_s": time.monotonic(),
+        "time_s": ended_s,
         "host": socket.gethostname(),
         "exit_code": code,
         "signal": max(0, -status),
         "traceback": without_launcher(dump),
-        "ended_by_launcher": was_signalled,
+        "ended_by_launcher": failed_on_request(
+            ended_s, signalled_s, reacted=status >= 0 or -status in signals
+        ),
     }
     return RankExit(identity, code, failure)
 

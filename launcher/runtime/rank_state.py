@@ -66,16 +66,23 @@ class LaunchedRank:
             "signal": self.signal,
         }
         return Failure(
-            ended_by_launcher=self._failed_on_request(report["time_s"]),
+            ended_by_launcher=failed_on_request(
+                report["time_s"],
+                self.signalled_s,
+                "failure" in self.record or self.exit_code == 128 + signal.SIGTERM,
+            ),
             **{**report, "time_s": report["time_s"] - began_s},
         )
 
-    def _failed_on_request(self, failed_s: float) -> bool:
-        """True if it failed because the launcher asked it to end, not just at the same time."""
-        if self.signalled_s is None:
-            return False
-        reacted = "failure" in self.record or self.exit_code == 128 + signal.SIGTERM
-        return failed_s >= self.signalled_s + (0 if reacted else timings.TIMINGS.reap_lag_s)
+
+def failed_on_request(failed_s: float, signalled_s: float | None, reacted: bool) -> bool:
+    """True if a rank failed because it was asked to end, not just at the same time.
+
+    signalled_s: when it was, or None. reacted: whether it said so, by its error or its exit code.
+    """
+    if signalled_s is None:
+        return False
+    return failed_s >= signalled_s + (0 if reacted else timings.TIMINGS.reap_lag_s)
 
 
 def without_launcher(dump: list[str]) -> str:

@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from launcher.external import backend_launcher
+from launcher import errors
+from launcher.external import backend_launcher, rank_wrapper
 from launcher.external.suspended import SuspendedProcesses
 from launcher.records import json_values
 from launcher.system import linux
@@ -62,6 +63,22 @@ def test_a_rank_that_fails_shortly_before_the_deadline_is_the_cause_and_not_the_
         deadline = time.monotonic() + 0.1
         status = backend_launcher._wait(process, str(tmp_path), deadline, suspended)
     assert status == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(("died_s", "is_told"), [(14.9, True), (15.1, True), (15.6, False)])
+def test_a_death_before_the_deadline_that_is_written_down_after_it_is_the_cause(died_s, is_told):
+    """On a loaded machine the launcher told the time alone, and listed the rank under it."""
+    failure = errors.Failure(3, time_s=died_s, signal=signal.SIGKILL)
+    ended = errors.timed_out(15.0, (failure,))
+    assert backend_launcher._is_consequence(ended, 15.0) is is_told
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_rank_that_dies_as_it_is_asked_to_end_has_died_by_itself(number):
+    """Its wrapper took every death after a signal for an answer to it."""
+    signals = {signal.SIGTERM: time.monotonic()}
+    ended = rank_wrapper._rank_exit({"rank": 3}, 330, -number, signals, os.memfd_create("crash"))
+    assert ended.failure["ended_by_launcher"] is (number == signal.SIGTERM)
 
 
 @pytest.fixture
