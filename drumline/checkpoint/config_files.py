@@ -15,6 +15,7 @@ from drumline.checkpoint.headers.gguf_header import read_gguf_header
 from drumline.checkpoint.json_files import check_has_config, check_regular_files, read_json
 from drumline.checkpoint.safetensors_index import Index, read_index
 from drumline.contact.loading import configs
+from drumline.contact.loading.generation_fields import misfit
 from drumline.contact.loading.models import (
     ANY_MODEL,
     causal_class_reference,
@@ -124,16 +125,18 @@ def read_generation_config(path: str | Path) -> Any:
     """The generation settings of a checkpoint; in older ones, those in its config.json."""
     file = Path(path, "generation_config.json")
     is_there = file.exists()
-    if is_there:
-        read_json(file)
+    file = file if is_there else Path(path, "config.json")
+    content = read_json(file)
 
     def describe(error: Exception) -> CheckpointError:
         return CheckpointError(
-            f"{file if is_there else path} says nothing that a model can be generated with "
+            f"{file} says nothing that a model can be generated with "
             f"({textwrap.shorten(str(error), 300)}); copy it again."
         )
 
     with blamed_on_file(describe):
+        if problem := misfit(content):
+            raise FieldError(problem)
         return configs.read_generation_settings(path, is_in_config=not is_there)
 
 

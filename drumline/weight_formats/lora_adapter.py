@@ -58,6 +58,13 @@ DEFAULTS = {"r": 8, "lora_alpha": 8}
 PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
 """Fields of adapter_config.json, and the fields whose values they have for some modules."""
 BIASES = ("none", "all", "lora_only")
+TASKS = (
+    *(None, "SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS"),
+    "FEATURE_EXTRACTION",
+)
+"""peft's TaskType, or none."""
+ADAPTED = nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention
+"""Modules that peft can adapt, beside transformers' Conv1D; it refuses a target of another kind."""
 ALL_LINEAR = "all-linear"
 NOT_LITERAL = {*r".^$*+?{}[]\|()"}  # letters with a meaning in a pattern
 PIECE = r"\\[.dw]|\[\^?[\w.-]+\]|[\w.-]"
@@ -91,21 +98,29 @@ def num_match_steps(pattern: str, length: int) -> int:
     return steps
 
 
-def _is_target(module: str, settings: Mapping[str, Any]) -> bool:
-    """True if peft takes the module for one of an adapter's targets; check_target_module_exists."""
+def _is_target(module: str, settings: Mapping[str, Any], otherwise: bool = True) -> bool:
+    """True if peft takes the module for one of an adapter's targets; check_target_module_exists.
+
+    otherwise: as for _matches().
+    """
     saved = settings.get("modules_to_save") or []
     layers = _as_list(settings.get("layers_to_transform"))
     is_saved = any(f".{name}." in f".{module}." for name in saved)
     if is_saved or _matches(module, settings.get("exclude_modules") or []):
         return False
     if not layers:
-        return _matches(module, settings["target_modules"], otherwise=True)
+        return _matches(module, settings["target_modules"], otherwise)
     patterns = _as_list(settings.get("layers_pattern") or r"[^.]*")
     numbers = (re.match(rf"(?:^|.*?\.){name}\.(\d+)\.", module) for name in patterns)
     number = next(filter(None, numbers), None)
     return bool(
         number and int(number[1]) in layers and _matches(module, settings["target_modules"])
     )
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """True for transformers' Conv1D, which is a Linear with its weight transposed."""
+    return type(module).__name__ == "Conv1D"
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -186,6 +201,7 @@ class LoraAdapter:
         dtype: of the model. Raises CheckpointError for what has no place in the model, or is no
         update of one weight.
         """
+        self._check_targets(model)
         pieces, extended = dict(sources), dict(index)
         tied = {name: names for names in tied_names(model).values() for name in names}
         factors: dict[str, dict[str, StoredTensor]] = {}
@@ -217,6 +233,18 @@ class LoraAdapter:
             pieces[name] = whole_tensor(key, weight.shape)
         return pieces, extended
 
+    def _check_targets(self, model: nn.Module) -> None:
+        """Raise CheckpointError for a target that peft cannot adapt, as of the pattern ".*"."""
+        if self.settings["target_modules"] == ALL_LINEAR:
+            return
+        for name, module in model.named_modules():
+            is_adapted = isinstance(module, ADAPTED) or _is_conv1d(module)
+            if not is_adapted and _is_target(name, self.settings, otherwise=False):
+                raise self._error(
+                    f"has target_modules that name {name or 'the model'} "
+                    f"({type(module).__name__}), which has no update of low rank"
+                )
+
     def _merged_weight(
         self,
         model: nn.Module,
@@ -231,7 +259,7 @@ class LoraAdapter:
         module = model.get_submodule(module_name)
         shape = tuple(model.get_parameter(name).shape)
         # transformers' Conv1D multiplies from the right; so does an embedding, for peft.
-        is_transposed = type(module).__name__ == "Conv1D" or isinstance(module, nn.Embedding)
+        is_transposed = _is_conv1d(module) or isinstance(module, nn.Embedding)
         b, a = pair.get("B"), pair.get("A")
         if not a or not b:
             raise self._error(f"has not both lora_A and lora_B of {name}")
@@ -314,6 +342,8 @@ class LoraAdapter:
             raise FieldError(f"modules_to_save={saved!r:.60} is not a list of names")
         if (bias := self.settings.get("bias", "none")) not in BIASES:
             raise FieldError(f"bias={bias!r:.60} is none of {', '.join(BIASES)}")
+        if (task := self.settings.get("task_type")) not in TASKS:
+            raise FieldError(f"task_type={task!r:.60} is none of peft's")
         self._check_layers(targets)
 
     def _check_layers(self, targets: Any) -> None:

@@ -2,14 +2,17 @@
 
 python -m tests.drumline.checkpoint.hostile_files FOLDER 500 [SEED] [KIND...]
 
-None loads other weights than an independent reader finds in it, takes longer than two seconds of
-processor time, or fills the memory; each error is a CheckpointError that names the file. What is
-wrong is printed with the seed and the number of the case, and its files are kept in the folder.
+Each in a child of its own: none loads other weights than an independent reader finds in it, takes
+longer than two seconds of processor time, or fills the memory; each error is a CheckpointError that
+names the file. What is wrong is printed with the seed and the number of the case, and its files are
+kept in the folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
 import resource
 import shutil
@@ -24,7 +27,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import drumline
 from coordinator import Coordinator
@@ -36,6 +39,7 @@ from tests.programs.time_limit import seconds
 
 LIMIT_S = 2
 LIMIT_NBYTES = 256 << 20
+ADDRESSES_NBYTES = 2 << 30  # beyond those of the process: each thread reserves some
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -45,6 +49,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": False,
 }
+GENERATION = sorted(name for name in vars(GenerationConfig()) if not name.startswith("_"))
 NUMBERS = (0, 1, 7, 31, 33, 1 << 16, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 63, (1 << 64) - 1)
 
 
@@ -142,7 +147,19 @@ class JsonFuzzer:
             if self.pick.random() < 0.5:
                 break
             place = self.pick.choice(nested)
-        place[self.pick.choice([*place, *self.fields])] = self.pick.choice(self.VALUES)
+        name = self.pick.choice([*place, *self.fields])
+        self.pick.choice([self.replace, self.replace, self.retype, self.drop])(place, name)
+
+    def replace(self, place, name):
+        place[name] = self.pick.choice(self.VALUES)
+
+    def retype(self, place, name):
+        """The same value as JSON of another type, as a writer in another language has it."""
+        value = place.get(name)
+        place[name] = self.pick.choice([str(value), [value], {"value": value}, f" {value}"])
+
+    def drop(self, place, name):
+        place.pop(name, None)
 
 
 class SafetensorsFuzzer(JsonFuzzer):
@@ -198,6 +215,8 @@ class LoraFuzzer:
     FIELDS = (
         *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "use_rslora"),
         *("peft_type", "use_dora", "modules_to_save", "fan_in_fan_out", "bias", "lora_bias"),
+        *("task_type", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        *("init_lora_weights", "inference_mode", "lora_dropout", "revision"),
     )
     PATTERNS = ("(([a-z_.0-9]+)+)+!", ".*q_proj", "q_proj", "(", "a" * 2000, "(a|a)*b", "^.*$", "")
 
@@ -206,7 +225,7 @@ class LoraFuzzer:
         self.settings, self.factors = JsonFuzzer(pick, self.FIELDS), SafetensorsFuzzer(pick)
 
     def damage(self, folder):
-        way, file = self.pick.randrange(4), folder / "adapter_config.json"
+        way, file = self.pick.randrange(5), folder / "adapter_config.json"
         if way == 0:
             self.factors.damage(folder / "adapter_model.safetensors")
         elif way == 1:
@@ -214,6 +233,16 @@ class LoraFuzzer:
             name = self.pick.choice(["rank_pattern", "alpha_pattern"])
             value = self.pick.choice([4, 8, -1, 0, "4", 10**400, 1 << 60, float("nan")])
             content[name] = {self.pick.choice(self.PATTERNS): value}
+            file.write_text(json.dumps(content))
+        elif way == 2:
+            content = json.loads(file.read_text())
+            name = self.pick.choice(["target_modules", "exclude_modules", "modules_to_save"])
+            names = ["self_attn", "lm_head", "norm", "layers", "0", self.pick.choice(self.PATTERNS)]
+            content[name] = self.pick.choice(
+                [self.pick.choice(self.PATTERNS), *([n] for n in names)]
+            )
+            if name == "target_modules" and isinstance(content[name], list):
+                content[name] += ["q_proj", "down_proj"]
             file.write_text(json.dumps(content))
         else:
             self.settings.damage(file)
@@ -281,14 +310,25 @@ def save_whole(folder):
     return model
 
 
-def loaded(path, **options):
-    """The parameters of a model on one rank, and what reads its words beside it."""
+def loaded(path, generates=False, **options):
+    """The parameters of a model on one rank, and what reads its words beside it.
+
+    generates: a token, too, by the settings of the files.
+    """
     with Coordinator(LaunchInfo("hostile files")) as coor:
         with drumline.load(path, coor=coor, **options) as model:
             weights = {name: weight.clone() for name, weight in model.named_parameters()}
+            if generates:
+                generate(model)
         if Path(path).is_dir():
             read_tokenizer(path)
         return weights
+
+
+def generate(model):
+    """A token. transformers' ValueError is of a value that the settings may have, as by hand."""
+    with contextlib.suppress(ValueError):
+        model.generate(torch.tensor([[1, 5]]), max_new_tokens=1)
 
 
 def merged_by_peft(model_folder, adapter_folder):
@@ -332,14 +372,16 @@ class Campaign:
             shutil.rmtree(self.at, ignore_errors=True)
             shutil.copytree(self.whole, self.at)
             kind = kinds[number % len(kinds)]
-            problem = self.problem(*self.kinds[kind]())
+            case = self.kinds[kind]()
+            problem, is_loaded = in_child(lambda case=case: self.problem(*case))
+            self.num_loaded += is_loaded
             if problem:
                 problems.append(f"seed {self.seed}, case {number}, {kind}: {problem}")
                 shutil.copytree(self.at, self.folder / f"seed {self.seed} case {number}")
         return problems
 
     def problem(self, path, names, is_right, options):
-        """What is wrong with how a damaged file is loaded; "" if nothing is.
+        """What is wrong with how a damaged file is loaded, "" if nothing is; if it is loaded.
 
         names: one of them is to be in the error.
         """
@@ -360,9 +402,8 @@ class Campaign:
         if peak_nbytes() - before > LIMIT_NBYTES:
             problem += f" took {(peak_nbytes() - before) >> 20} MiB"
         if weights is not None and not problem:
-            self.num_loaded += 1
             problem = is_right(weights)
-        return problem
+        return problem, weights is not None
 
     def of_gguf(self):
         file = self.at / "model.gguf"
@@ -375,8 +416,11 @@ class Campaign:
         return self.at / "model", names, self.has_what_safetensors_reads, {}
 
     def of_description(self, name):
-        JsonFuzzer(self.pick).damage(self.at / "model" / name)
+        fields = GENERATION if name == "generation_config.json" else ()
+        JsonFuzzer(self.pick, fields).damage(self.at / "model" / name)
         options = self.pick.choice([{}, {"tp": 1}])
+        if name in ("config.json", "generation_config.json"):
+            options["generates"] = True
         return self.at / "model", (name,), self.has_own_weights, options
 
     def of_quantized(self, name):
@@ -427,6 +471,31 @@ def differences(weights, plain, atol=0.0):
         or not numpy.allclose(weight.detach(), plain[name].detach(), rtol=atol, atol=atol)
     ]
     return f"loaded other weights: {wrong[:4]}" if wrong else ""
+
+
+def in_child(work):
+    """What work returns in a child whose memory is limited, or how the child ended without it."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(1)  # threads of the parent are not here
+            limit = address_nbytes() + ADDRESSES_NBYTES
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            os.write(write_end, json.dumps(work()).encode())
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    with open(read_end, "rb") as result:
+        text = result.read()
+    _, status = os.waitpid(pid, 0)
+    return json.loads(text) if text else [f"the child ended with status {status}", False]
+
+
+def address_nbytes():
+    """The size of this process's address space."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * resource.getpagesize()
 
 
 def peak_nbytes():

@@ -25,7 +25,11 @@ from transformers import (
 import drumline
 from coordinator import Coordinator
 from drumline import CheckpointError
-from drumline.checkpoint.config_files import read_config, read_tokenizer
+from drumline.checkpoint.config_files import (
+    read_config,
+    read_generation_config,
+    read_tokenizer,
+)
 from drumline.checkpoint.headers.file_bounds import SAFETENSORS
 from drumline.checkpoint.safetensors_index import TensorReader, read_index
 from drumline.cli import main
@@ -596,11 +600,9 @@ def test_architectures_that_are_no_names_leave_the_class_to_the_model_type(llama
 
 GENERATION = [
     "[]",
-    "{",
-    "3",
     100_000 * "[",
     '{"max_new_tokens": "x"}',
-    '{"cache_implementation": 5}',
+    '{"output_hidden_states": "0"}',  # was a TypeError of generate()
 ]
 
 
@@ -618,6 +620,31 @@ def test_a_generation_config_of_garbage_is_an_error_on_every_rank(
     for error in ranks_or_errors(rank, 2):
         assert isinstance(error, CheckpointError), error
         assert "generation_config.json" in str(error)
+
+
+GENERATION_FIELDS = [
+    ("do_sample", "yes", "true or false"),
+    ("num_beams", "2", "an integer"),
+    ("num_beams", True, "an integer"),
+    ("top_k", 1 << 40, "an integer"),
+    ("eos_token_id", [[1]], "an integer of 32 bits, or a list"),
+    ("temperature", math.nan, "a finite number"),
+    ("assistant_early_exit", "0", "an integer"),  # which cut the model itself
+    ("stop_strings", [3], "a text, or a list"),
+]
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize(("name", "value", "noun"), GENERATION_FIELDS)
+def test_a_generation_setting_of_another_type_is_named_with_its_file(
+    llama, file, name, value, noun
+):
+    """generate() came to whatever its code did with it: TypeError, or another model."""
+    if file == "config.json":
+        (llama / "generation_config.json").unlink()
+    configured(llama, file, **{name: value})
+    with pytest.raises(CheckpointError, match=rf"/{file} .*{name}=.* not {noun}"):
+        read_generation_config(llama)
 
 
 def test_a_quantised_model_without_the_package_for_it_is_an_error(llama, ranks_or_errors):
