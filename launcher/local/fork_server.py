@@ -32,6 +32,8 @@ from launcher.runtime.rank_process import RankSetup
 from launcher.system import descendants, linux, stop_signals
 from launcher.system.held_forks import HeldForks
 
+OMP_THREADS = "OMP_NUM_THREADS"
+
 
 @dataclass(frozen=True)
 class ForkPlan:
@@ -79,10 +81,10 @@ def serve(plan: ForkPlan, restart: Callable[[ForkPlan], NoReturn]) -> int:
     wakeup_fd = _wake_on_children()
     linux.die_with(plan.launcher)  # an import reacts to nothing else, and there is no rank to end
     try:
-        reseed = _preload(plan)
+        prepare_rank = _preload(plan)
         # From here on, it has ranks to end if the launcher dies, even if somebody has stopped it.
         linux.die_with(plan.launcher, signal.SIGCONT)
-        pids = _fork_ranks(plan, reseed)
+        pids = _fork_ranks(plan, prepare_rank)
     except Exception as error:
         if isinstance(error, PreloadError) and plan.preload.is_automatic and plan.preload.imports:
             restart(replace(plan, preload=plan.preload._replace(imports=[])))
@@ -107,7 +109,8 @@ def _wake_on_children() -> int:
 
 
 def _preload(plan: ForkPlan) -> Callable[[], object]:
-    """Import, and return a call for each rank that makes its random numbers its own again."""
+    """Import, and return a call for each rank: it makes random numbers its own again, and torch use
+    the rank's share of the cores."""
     os.environ.update(plan.environment)
     collects_garbage = gc.isenabled()
     gc.disable()  # it frees nothing during these imports and costs 10 % of their time
@@ -122,10 +125,19 @@ def _preload(plan: ForkPlan) -> Callable[[], object]:
     if collects_garbage:
         gc.enable()
     numpy_random = None if had_numpy else sys.modules.get("numpy.random")
-    return numpy_random.seed if numpy_random else lambda: None
+    torch, num_threads = sys.modules.get("torch"), plan.environment.get(OMP_THREADS)
+
+    def prepare_rank() -> None:
+        if numpy_random is not None:
+            numpy_random.seed()
+        # A program that had torch loaded before had the variable read then.
+        if torch is not None and num_threads is not None:
+            torch.set_num_threads(int(num_threads))
+
+    return prepare_rank
 
 
-def _fork_ranks(plan: ForkPlan, reseed: Callable[[], object]) -> dict[int, int]:
+def _fork_ranks(plan: ForkPlan, prepare_rank: Callable[[], object]) -> dict[int, int]:
     """Fork every rank; return pid -> rank. In a rank, never returns."""
     server = os.getpid()
     forks = HeldForks()  # no rank runs before all were forked safely
@@ -137,7 +149,7 @@ def _fork_ranks(plan: ForkPlan, reseed: Callable[[], object]) -> dict[int, int]:
     for setup in plan.ranks:
         pid = forks.fork()
         if pid == 0:
-            reseed()
+            prepare_rank()
             _run_child(setup, plan, server)
         _check_fork_was_safe(plan)
         pids[pid] = setup.info.rank

@@ -11,7 +11,7 @@ from launcher import launch_secret, ports
 from launcher.job import Job
 from launcher.local import auto_preload, cpu_affinity
 from launcher.local.cpu_affinity import CpuSet
-from launcher.local.fork_server import ForkPlan
+from launcher.local.fork_server import OMP_THREADS, ForkPlan
 from launcher.local.fork_server_handle import ForkServerHandle
 from launcher.local.launch_infos import infos_for_node
 from launcher.local.launch_watch import LaunchWatch
@@ -19,8 +19,6 @@ from launcher.local.supervisor import LauncherPipes
 from launcher.runtime.output import Output
 from launcher.runtime.rank_process import RankPipes, RankSetup
 from launcher.system import linux, stop_signals
-
-OMP_THREADS = "OMP_NUM_THREADS"
 
 
 def launch_local(
