@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import launcher
-from coordinator.addresses import candidates
+from coordinator.addresses import candidates, spans_nodes
 from coordinator.call_site import PendingCall, begin_call, caller, traceback_of
 from coordinator.collectives import Collectives
 from coordinator.control.session import Session, this_process
@@ -236,6 +236,8 @@ class Coordinator(Collectives, SharedState):
             self.close()
             raise
         self._detector = self._group.detector
+        if parent is None and spans_nodes(self.info):
+            launcher.report_meeting(self.info)
         return self._group.peers
 
     @property

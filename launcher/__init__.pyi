@@ -15,6 +15,7 @@ from launcher.authentication.handshake import Answer as Answer
 from launcher.authentication.handshake import AuthenticatedListener as AuthenticatedListener
 from launcher.authentication.handshake import Handler as Handler
 from launcher.authentication.handshake import Hello as Hello
+from launcher.authentication.handshake import LaunchFailed as LaunchFailed
 from launcher.authentication.handshake import NotReady as NotReady
 from launcher.authentication.handshake import Rejected as Rejected
 from launcher.authentication.handshake import authenticate as authenticate
@@ -43,6 +44,7 @@ from launcher.launch_job import run_job as run_job
 from launcher.ports import listen as listen
 from launcher.registry import register as register
 from launcher.runtime.outliving import outlive_failures as outlive_failures
+from launcher.runtime.outliving import report_meeting as report_meeting
 from launcher.runtime.user_folders import user_cache_folder as user_cache_folder
 from launcher.system import gpus as gpus
 from launcher.system import host_addresses as host_addresses

@@ -13,12 +13,13 @@ from coordinator.addresses import Address, format_address, is_loopback_down
 from coordinator.control.framing import Connection, pack, unpack_answer
 from coordinator.control.operations import LOCAL_OPS, Op
 from coordinator.control.server import MAX_REQUEST_NBYTES, ControlServer
-from coordinator.errors import CoordinatorError, CoordinatorTimeout
+from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
 from coordinator.timings import DEFAULT, CoordinatorTimings
 from launcher import (
     ConnectionBroken,
     Credentials,
     Hello,
+    LaunchFailed,
     NoMessage,
     NotReady,
     Rejected,
@@ -188,6 +189,11 @@ class Client:
                     return connect(
                         family, target, self._credentials, self._hello, until, check, self._timings
                     )
+                except LaunchFailed as error:
+                    raise PeerLost(
+                        f"rank {self._rank} came to join launch {self._credentials.launch_id!r}, "
+                        f"but {error} before all had joined. Look at what was printed there last."
+                    ) from None
                 except Rejected as error:
                     raise self._rejected(address, error) from error
                 except (NotReady, OSError) as error:

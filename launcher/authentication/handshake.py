@@ -3,7 +3,7 @@
     server -> client   magic, version, world size, fingerprint of the launch, nonce
     client -> server   rank, turn, whether it encrypts, purpose, token and name of the process,
                        nonce, MAC over all of it
-    server -> client   answer, name of the process that is this rank already, MAC
+    server -> client   answer, name of the process that is this rank already, or the failure, MAC
 
 Fresh nonces of both ends make a recorded answer worthless, and the name of the end inside the MAC
 makes it worthless to send one back. All messages have a fixed size, so nothing of a stranger is
@@ -50,6 +50,7 @@ class Answer(IntEnum):
     REJECTED = 2
     DUPLICATE_RANK = 3
     OTHER_ENCRYPTION = 4
+    LAUNCH_FAILED = 5
 
 
 class Rejected(Exception):
@@ -58,6 +59,10 @@ class Rejected(Exception):
 
 class SecretRejected(Rejected):
     """One end does not know the secret of the other."""
+
+
+class LaunchFailed(Rejected):
+    """The failure of a rank before all had met, told by the launcher of rank 0, which is gone."""
 
 
 class NotReady(Exception):
@@ -128,6 +133,8 @@ def authenticate(
         raise NotReady("it is not this rank's turn")
     if answer == Answer.DUPLICATE_RANK:
         raise Rejected(f"{_text(name)} is rank {hello.rank} already, and this is {hello.process}")
+    if answer == Answer.LAUNCH_FAILED:
+        raise LaunchFailed(_text(name))
     if answer == Answer.OTHER_ENCRYPTION:
         raise Rejected(describe_encryption(hello.encrypts))
     connection.socket = exchange.encrypted(connection.socket, server_nonce, is_client=True)
@@ -187,7 +194,8 @@ class AuthenticatedListener:
     All that is registered with the selector is a Handler, and whoever selects calls handle().
 
     on_accepted(connection, hello) takes the connection over.
-    authorize(hello): the Answer, and for DUPLICATE_RANK the process that is this rank already.
+    authorize(hello): the Answer, and for DUPLICATE_RANK the process that is this rank already, for
+    LAUNCH_FAILED the rank that has failed, and how.
     on_other_encryption(hello): of a rank that has the secret, and encrypts where this end does not,
     or the reverse; it is sent away.
     max_pending: the unauthenticated connections that may wait.

@@ -1,15 +1,19 @@
-"""A rank that fails before it has joined the others, told to rank 0 on another host.
+"""A rank that fails before all ranks of several machines have met, told to the others.
 
-with reporting_to_rank_0(job) as report:
-    supervise(on_failure=report)
+with telling_other_nodes(job) as tell:
+    supervise(on_failure=tell)
 
 The connections of a rank that has joined break as it ends. Of one that has not, nothing breaks, and
-the others would wait for it until their deadline. So its launcher joins in its place, and is lost.
+the others would wait for it until their deadline. So its launcher stands in for it: as a rank that
+joins rank 0 and is lost, or where rank 0 is gone, too, in its place: whoever comes is told why.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
+import selectors
 import socket
 import threading
 import time
@@ -18,53 +22,101 @@ from collections.abc import Callable, Iterator
 from launcher import ports, timings
 from launcher.authentication.credentials import Credentials
 from launcher.authentication.framed_connection import FramedConnection
-from launcher.authentication.handshake import Hello, NotReady, Rejected, authenticate, purpose_of
+from launcher.authentication.handshake import (
+    Answer,
+    AuthenticatedListener,
+    Hello,
+    NotReady,
+    Rejected,
+    authenticate,
+    purpose_of,
+)
 from launcher.errors import Failure
+from launcher.external.node_leader import listening_addresses
 from launcher.job import Job
 
 CONTROL = purpose_of("control")  # that of rank 0's server
 
 
 @contextlib.contextmanager
-def reporting_to_rank_0(job: Job) -> Iterator[Callable[[Failure], None]]:
-    """A function that reports failures in the background; the block ends when all are reported.
+def telling_other_nodes(job: Job) -> Iterator[Callable[[Failure], None]]:
+    """A function that tells of failures in the background; the block ends when all are told.
 
-    Where rank 0 listens within node_end_s: until then it may be importing. Where it listens already
-    the report comes before the function returns, so before ranks that are ended because of it.
+    Those who can be reached within node_end_s: until then they may be importing. A rank 0 that
+    listens already is told before the function returns, so before ranks are ended because of it.
     """
     threads: list[threading.Thread] = []
 
-    def report(failure: Failure) -> None:
-        if not failure.blames and not failure.ended_by_launcher:
-            threads.append(threading.Thread(target=_join_and_leave, args=(job, failure)))
+    def tell(failure: Failure) -> None:
+        is_first = job.node_rank == 0
+        if not failure.ended_by_launcher and (is_first or not failure.blames):
+            work = _send_others_away if is_first else _join_and_leave
+            threads.append(threading.Thread(target=work, args=(_Place(job), failure)))
             threads[-1].start()
-            threads[-1].join(timings.TIMINGS.node_connect_s)
+            threads[-1].join(0 if is_first else timings.TIMINGS.node_connect_s)
 
     try:
-        yield report
+        yield tell
     finally:
         for thread in threads:
             thread.join()
 
 
-def _join_and_leave(job: Job, failure: Failure) -> None:
-    assert job.secret is not None
-    address = job.master_addr, job.master_port or ports.candidates(job.launch_id)[0]
-    process = f"host {failure.host}, pid {failure.pid}"
-    credentials = Credentials(job.secret, job.launch_id, job.world_size, job.encrypt)
-    deadline = time.monotonic() + timings.TIMINGS.node_end_s
-    while (left_s := deadline - time.monotonic()) > 0:
+class _Place:
+    """The place where the ranks of a launch meet, and what they prove there."""
+
+    def __init__(self, job: Job) -> None:
+        assert job.secret is not None
+        self.job = job
+        self.address = job.master_addr, job.master_port or ports.candidates(job.launch_id)[0]
+        self.credentials = Credentials(job.secret, job.launch_id, job.world_size, job.encrypt)
+        self.deadline = time.monotonic() + timings.TIMINGS.node_end_s
+
+    def attempts(self) -> Iterator[float]:
+        """The seconds that are left, again and again until none is."""
+        while (left_s := self.deadline - time.monotonic()) > 0:
+            yield left_s
+            time.sleep(timings.TIMINGS.node_retry_s)
+
+
+def _join_and_leave(place: _Place, failure: Failure) -> None:
+    hello = Hello(failure.rank, CONTROL, process=f"host {failure.host}, pid {failure.pid}")
+    for left_s in place.attempts():
         try:
             limit_s = min(left_s, timings.TIMINGS.node_connect_s)
-            with socket.create_connection(address, limit_s) as plain:
-                hello = Hello(failure.rank, CONTROL, process=process)
-                authenticate(FramedConnection(plain), credentials, hello, deadline)
+            with socket.create_connection(place.address, limit_s) as plain:
+                authenticate(FramedConnection(plain), place.credentials, hello, place.deadline)
                 return
-        except Rejected:  # it has joined by itself, and its own connections break
+        except Rejected:  # it has joined by itself, and its own connections break; or rank 0 failed
             return
         except NotReady as error:
             if error.__cause__ is None:  # rank 0 has answered, and is about to end
                 return
         except OSError:
             pass
-        time.sleep(timings.TIMINGS.node_retry_s)
+
+
+def _send_others_away(place: _Place, failure: Failure) -> None:
+    """Tell a rank of each other node, whose launcher ends the rest, in the place of rank 0."""
+    ends = list(itertools.accumulate(place.job.ranks_of_nodes))
+    awaited = {*range(1, place.job.nnodes)}
+    text = f"rank {failure.rank} (host {failure.host}, pid {failure.pid}) {failure.how()}"
+
+    def answer(hello: Hello) -> tuple[Answer, str]:
+        awaited.discard(bisect.bisect_right(ends, hello.rank))
+        return Answer.LAUNCH_FAILED, text
+
+    for _ in place.attempts():
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            address, *_ = listening_addresses(*place.address)
+            listener = ports.listen(place.job.launch_id, address, place.address[1])
+            stack.enter_context(listener)
+            selector = stack.enter_context(selectors.DefaultSelector())
+            come = AuthenticatedListener(
+                listener, place.credentials, selector, lambda *_: None, answer
+            )
+            while awaited and (left_s := place.deadline - time.monotonic()) > 0:
+                come.handle(selector.select(left_s))
+                come.tick()
+            come.close()
+            return

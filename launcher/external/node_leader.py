@@ -61,7 +61,7 @@ class _NodeConnection:
             self.channel.send(**message)
 
 
-def _listening_addresses(address: str, port: int) -> list[str]:
+def listening_addresses(address: str, port: int) -> list[str]:
     """The addresses of this node that master_addr means: of a name, not the loopback."""
     with contextlib.suppress(socket.gaierror, UnicodeError):
         records = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
@@ -109,7 +109,7 @@ class NodeLeader:
         credentials = token_of(self.job).credentials()
         if credentials.encrypts and (problem := encryption_problem()):
             raise OSError(None, f"{problem}, or start all nodes with --insecure")
-        for address in _listening_addresses(self.job.master_addr, self.port):
+        for address in listening_addresses(self.job.master_addr, self.port):
             listener = ports.listen(self.job.launch_id, address, self.port)
             yield listener
             self._authenticators.append(

@@ -56,12 +56,12 @@ def launch_local(
         raise
     _close(plan)
     infos = [setup.info for setup in plan.ranks]
-    if job.node_rank == 0:
+    if job.nnodes == 1:
         return server.supervise(infos, watch)
-    from launcher.external.failed_rank import reporting_to_rank_0  # nor this
+    from launcher.external.failed_rank import telling_other_nodes  # nor this
 
-    with reporting_to_rank_0(job) as report:
-        return server.supervise(infos, watch, report)
+    with telling_other_nodes(job) as tell:
+        return server.supervise(infos, watch, tell)
 
 
 def _check_open_files(job: Job) -> None:

@@ -139,7 +139,8 @@ class Supervisor:
     def _on_failure(self, rank: LaunchedRank) -> None:
         """End the other ranks, the first one's failure being known, unless one outlives it."""
         if not self.is_ending:
-            self.on_failure(rank.failure(self.began_s))
+            if not rank.has_met:
+                self.on_failure(rank.failure(self.began_s))
             if self.watch is not None:
                 self.watch.report(rank.failure(self.began_s))
         if not self._is_outlived(rank):
@@ -202,8 +203,9 @@ class Supervisor:
         if record is None:
             rank.dump.append(line.decode(errors="replace"))
             return
-        if "outlives_failures" in record:
-            rank.outlives_failures = record["outlives_failures"]
+        if not record.keys() - {"outlives_failures", "has_met"}:
+            rank.outlives_failures |= "outlives_failures" in record
+            rank.has_met |= "has_met" in record
             return
         rank.record = record
         if "failure" in record:

@@ -1,4 +1,4 @@
-"""A rank that goes on when others of its launch have failed, which the launcher then does not end.
+"""The messages of a rank to the launcher of its machine, about itself while it runs.
 
 launcher.outlive_failures(info)
 """
@@ -26,6 +26,15 @@ def outlive_failures(info: LaunchInfo) -> None:
     Its own failure still ends all. Other launchers than ours decide by themselves, and are told
     nothing.
     """
+    _tell(info, outlives_failures=True)
+
+
+def report_meeting(info: LaunchInfo) -> None:
+    """Say that all ranks of several machines have met: each sees then by itself if one fails."""
+    _tell(info, has_met=True)
+
+
+def _tell(info: LaunchInfo, **facts: bool) -> None:
     fd = int(info.extras.get(REPORT_FD, -1))
     if fd >= 0 and stat.S_ISFIFO(os.fstat(fd).st_mode):
-        pipe_records.send(fd, {"outlives_failures": True})
+        pipe_records.send(fd, facts)

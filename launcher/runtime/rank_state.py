@@ -21,7 +21,7 @@ class LaunchedRank:
 
     record: how its target ended. dump: the stacks of a crash, line by line. signalled_s: when the
     launcher first asked it to end. outlives_failures: it goes on when others fail. was_outlived: it
-    has failed, and another one has gone on.
+    has failed, and another one has gone on. has_met: the ranks of all machines.
     """
 
     info: LaunchInfo
@@ -34,6 +34,7 @@ class LaunchedRank:
     signalled_s: float | None = None
     outlives_failures: bool = False
     was_outlived: bool = False
+    has_met: bool = False
     is_suspended: bool = False
 
     @property

@@ -508,7 +508,7 @@ def test_a_name_that_no_host_can_have_is_an_error_at_once(quick):
 
 WHO = """
 import os, sys
-if sys.argv[1:] == ["early"] and os.environ["RANK"] == "2":
+if sys.argv[1:] == ["early", os.environ["RANK"]]:
     sys.exit(7)
 from coordinator import Coordinator
 with Coordinator(timeout_s=20) as coor:
@@ -520,13 +520,13 @@ with Coordinator(timeout_s=20) as coor:
 """
 
 
-@pytest.mark.parametrize("end", ["well", "failing", "early"])
+@pytest.mark.parametrize("end", ["well", "failing", "early 2", "early 0"])
 def test_our_own_launcher_starts_the_ranks_of_each_node(tmp_path, end):
-    """Of the second node's two ranks one had GROUP_RANK 0, and one 1. And the first one waited for
-    its deadline where a rank of the second had failed before all had joined."""
+    """Of the second node's two ranks one had GROUP_RANK 0, and one 1. And a node waited for its
+    deadline where a rank of the other had failed before all had joined."""
     (tmp_path / "who.py").write_text(WHO)
     place = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", f"{PORT}"]
-    words = ["who.py", *[end] * (end != "well")]
+    words = ["who.py", *(end.split() if end != "well" else ())]
     launches = [
         subprocess.Popen(
             [
@@ -542,9 +542,13 @@ def test_our_own_launcher_starts_the_ranks_of_each_node(tmp_path, end):
         for node in (0, 1)
     ]
     (first, told), (second, other) = (launch.communicate(timeout=60) for launch in launches)
-    if end == "early":
+    if end == "early 2":
         assert "when rank 2 (host" in told and "before all of launch" in told
         assert launches[1].returncode == 7
+        return
+    if end == "early 0":
+        assert "but rank 0 (host" in other and "exited with code 7 before all had joined" in other
+        assert launches[0].returncode == 7
         return
     assert first.count("0 [1, 2]") == 1 and second.count("[1, 2]") == 2, told + other
     codes = [launch.returncode for launch in launches]
