@@ -196,7 +196,8 @@ def _around(module: nn.Module, prefix: str, layers: set[str]) -> Iterator[str]:
         full = f"{prefix}{name}"
         if full in layers:
             continue
-        if any(layer.startswith(f"{full}.") for layer in layers):
+        is_list = type(child) in (nn.ModuleList, nn.ModuleDict)  # whose entries are called
+        if is_list or any(layer.startswith(f"{full}.") for layer in layers):
             yield from _around(child, f"{full}.", layers)
         else:
             yield full

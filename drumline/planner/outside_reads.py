@@ -1,9 +1,9 @@
-"""The parts around the layers whose weights a model reads by itself, seen in a pass on meta.
+"""The parts that a model reads or changes by itself, seen in a pass on meta.
 
 names = read_outside(Gemma4ForConditionalGeneration, config, torch.bfloat16, parts)
 
 Such a part has to be where the model's own code runs, on rank 0, as nothing but a call of it works
-from there when it is on another rank.
+from there when it is on another rank. BigBird puts other modules into its layers for a short text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from drumline.contact.passes import text_inputs
 from drumline.core.device_map import ModelProfile
 from drumline.core.meta_pass import MetaPass
 from drumline.core.packed_tensor import PLAIN_FUNCTIONS
-from drumline.planner.model_profile import build_on_meta
+from drumline.planner.model_profile import build_on_meta, part_of_tensor
 
 NUM_TOKENS = 8
 
@@ -34,16 +34,19 @@ def read_outside(
         modules = dict(model.named_modules())
         tables = {part.name: modules[part.name] for part in parts.others if part.name in modules}
         owners = {id(p): name for name, module in tables.items() for p in module.parameters()}
+        names = [*tables, *(part.name for part in parts.layers)]
         watch = _OutsideReads(owners)
         with contextlib.ExitStack() as stack:
-            for name in (*tables, *(part.name for part in parts.layers)):
+            for name in names:
                 watch.leave_out(modules[name], stack)
             stack.enter_context(torch.no_grad())
             stack.enter_context(watch)
             model(**text_inputs(model, 1, NUM_TOKENS))
     except Exception:  # of the model's own code, which has nothing to compute with
         return ()
-    return tuple(name for name in tables if name in watch.names)
+    changed = [name for name, module in model.named_modules() if modules.get(name) is not module]
+    watch.names.update(part_of_tensor(name, {*names}) for name in changed)
+    return tuple(name for name in names if name in watch.names)
 
 
 class _OutsideReads(MetaPass):

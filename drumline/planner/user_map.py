@@ -109,7 +109,7 @@ def _check_loose(
         rank, device = places[name]
         if rank or offload_level(places[name], free_nbytes):
             raise PlanError(
-                f"device_map puts {name!r} on rank {rank} {device}, but the model reads its tensor "
-                "by itself, outside of any module that could be called there; put it on the first "
+                f"device_map puts {name!r} on rank {rank} {device}, but the model reads or changes "
+                "it by itself, outside of any call that could be sent there; put it on the first "
                 "device of rank 0."
             )

@@ -47,7 +47,7 @@ class PlanInputs:
     def plan(
         self, device_map: str | Mapping[str, Place | int], speeds: DeviceSpeeds | None = None
     ) -> DeviceMap:
-        """The device map, in which what the model reads by itself stays on rank 0."""
+        """The device map, in which what the model reads or changes by itself stays on rank 0."""
         make = functools.partial(
             plan,
             free_nbytes=self.free_nbytes,
@@ -59,8 +59,12 @@ class PlanInputs:
         if all(planned.places[part.name][0] == 0 for part in parts.others):
             return planned
         names = read_outside(checkpoint.kind, checkpoint.config, checkpoint.dtype, parts)
-        root_tensors = (*parts.root_tensors, *names)
-        return make(replace(parts, root_tensors=root_tensors)) if names else planned
+        if not names:
+            return planned
+        layers = tuple(part for part in parts.layers if part.name not in names)
+        changed = (part for part in parts.layers if part.name in names)
+        others, root_tensors = (*parts.others, *changed), (*parts.root_tensors, *names)
+        return make(replace(parts, layers=layers, others=others, root_tensors=root_tensors))
 
 
 def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOptions) -> PlanInputs:
