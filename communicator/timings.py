@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
-from launcher import time_scale
+from launcher import ScalableTimings, time_scale
 
 
 @dataclass(frozen=True)
-class CommunicatorTimings:
+class CommunicatorTimings(ScalableTimings):
     """Seconds, each with what it must be longer than. Tests replace TIMINGS by a scaled copy."""
 
     # Longer than one message to rank 0 takes, or the comparison of a call is tried twice.
@@ -19,15 +19,13 @@ class CommunicatorTimings:
     exit_lag_s: float = 0.5
     # Longer than reading the state of the peers takes.
     exit_poll_s: float = 0.005
-    # Longer than MPI_Test takes; the longest pause between two tests of a slow call.
-    mpi_poll_s: float = 1e-3
     # Longer than asking NCCL for its asynchronous error takes.
     watchdog_poll_s: float = 0.25
     # Longer than a kernel that a dead peer has finished needs to be done here as well.
     watchdog_grace_s: float = 1.0
     # Longer than CUDA takes to report that a graph has ended.
     graph_end_s: float = 1.0
-    # Longer than a CUDA event query takes.
+    # Longer than a CUDA event query or MPI_Test takes; the longest pause between two of them.
     stream_poll_s: float = 0.0005
     # Longer than rank 0 takes to answer while it is busy.
     exit_notice_s: float = 5.0
@@ -39,10 +37,6 @@ class CommunicatorTimings:
     check_call_s: float = 60.0
     # Longer than check_call_s and the rest of the check, with two processes.
     doctor_launch_s: float = 120.0
-
-    def scaled(self, factor: float) -> CommunicatorTimings:
-        """A copy with every time multiplied by factor."""
-        return replace(self, **{f.name: getattr(self, f.name) * factor for f in fields(self)})
 
 
 TIMINGS = CommunicatorTimings().scaled(time_scale())

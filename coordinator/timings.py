@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from launcher import ConnectionTimings, time_scale
 
@@ -39,13 +39,12 @@ class CoordinatorTimings(ConnectionTimings):
     """For the reason of a broken connection to arrive through rank 0. Must exceed heartbeat_s."""
     reason_answer_s: float = 0.5
     """For rank 0 to answer one question about that reason. Must be below reason_s."""
-    reason_poll_s: float = 0.05
-    """Between two such questions. Must be well below reason_s."""
     reports_s: float = 0.1
     """For which one answer of rank 0 about all ranks serves all that ask. Must be well below
     silent_s."""
     departed_s: float = 1.0
-    """Between two questions to rank 0 about ranks that have left."""
+    """Between two questions to rank 0 about ranks that have left, or were lost while a group is
+    made."""
     new_group_s: float = 5.0
     """For a group to appear in the heartbeats of all its ranks. Must exceed several heartbeat_s."""
 
@@ -64,12 +63,10 @@ class CoordinatorTimings(ConnectionTimings):
     acknowledged_s: float = 0.5
     """For the kernel of another host to acknowledge a ping. Must exceed the round trip."""
     answer_s: float = 1.0
-    """At most, for questions to rank 0 that only improve an error."""
+    """At most, for questions to rank 0 that only improve an error, and to tell it why a group
+    failed, which may be the end of a deadline. Must be below reason_s."""
     last_answer_s: float = 0.2
     """As answer_s, where the deadline has passed already."""
-    report_s: float = 1.0
-    """To tell rank 0 why a group failed, which may be the end of a deadline. Must be below
-    reason_s."""
     exit_s: float = 0.5
     """For a process to end after its connections broke."""
     connect_retry_s: float = 0.02
@@ -80,7 +77,8 @@ class CoordinatorTimings(ConnectionTimings):
 
     # ---- transport, store, Coordinator ----
     shm_wait_s: float = 0.05
-    """Between two looks at failures while waiting in shared memory."""
+    """Between two looks at failures while waiting in shared memory, or for the reason of one. Must
+    be well below reason_s."""
     link_extra_s: float = 5.0
     """Beyond the deadline of a call, for connections between nodes: the error of the deadline must
     come first. Must exceed reason_s + answer_s."""
@@ -89,8 +87,6 @@ class CoordinatorTimings(ConnectionTimings):
     store_poll_s: float = 0.00005
     """Before the second look into a torch Store for ranks that meet there; the pauses grow. Must
     exceed one look into a store of this host."""
-    rendezvous_s: float = 1.0
-    """Between two questions to rank 0 about lost ranks while a group is being made."""
     failed_turn_s: float = 5.0
     """To store that once() or master_first() failed, whatever its own deadline."""
     linger_s: float = 2.0
@@ -120,10 +116,6 @@ class CoordinatorTimings(ConnectionTimings):
             silent_s=max(self.silent_s, patience_s),
             master_silent_s=max(self.master_silent_s, patience_s + self.heartbeat_s),
         )
-
-    def scaled(self, factor: float) -> CoordinatorTimings:
-        """All of them multiplied."""
-        return CoordinatorTimings(*(factor * getattr(self, field.name) for field in fields(self)))
 
 
 DEFAULT = CoordinatorTimings().scaled(time_scale())

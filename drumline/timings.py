@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
-from launcher import time_scale
+from launcher import ScalableTimings, time_scale
 
 
 @dataclass(frozen=True)
-class ModelTimings:
+class ModelTimings(ScalableTimings):
     """The patience of the ranks of a model with each other."""
 
     next_message_s: float = 20.0 * 24 * 3600
@@ -38,11 +38,8 @@ class ModelTimings:
 
     # ---- loading and compiling: checkpoint/, compile_once/, planner/ ----
     load_s: float = 24 * 3600.0
-    """For the other ranks to load. Must exceed the time to read the largest checkpoint; the failure
-    detector ends the wait if a rank fails."""
-    build_s: float = 24 * 3600.0
-    """For the rank that compiles. Must exceed the time to compile the largest model; the failure
-    detector ends the wait if a rank fails."""
+    """For the other ranks to load, or for the one that compiles. Must exceed the time to read the
+    largest checkpoint, or to compile it; the failure detector ends the wait if a rank fails."""
     progress_s: float = 0.2
     """Between two reports of a rank, and between two updates of the bar. Must exceed the time of a
     report many times; a few updates a second are smooth."""
@@ -84,10 +81,6 @@ class ModelTimings:
     ranks_end_s: float = 5.0
     """For all ranks to end once one has, or the server has; then they are killed. Must exceed
     drain_s, and master_end_s must not count on more."""
-
-    def scaled(self, factor: float) -> ModelTimings:
-        """All times multiplied by factor."""
-        return replace(self, **{f.name: getattr(self, f.name) * factor for f in fields(self)})
 
 
 TIMINGS = ModelTimings().scaled(time_scale())

@@ -55,6 +55,7 @@ from launcher.system.engine_request import engine_request as engine_request
 from launcher.system.free_memory import free_memory_by_limit as free_memory_by_limit
 from launcher.system.free_memory import free_memory_nbytes as free_memory_nbytes
 from launcher.timings import ConnectionTimings as ConnectionTimings
+from launcher.timings import ScalableTimings as ScalableTimings
 from launcher.timings import patience_s as patience_s
 from launcher.timings import time_scale as time_scale
 from launcher.trace import merge_traces as merge_traces

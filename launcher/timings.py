@@ -5,21 +5,30 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, fields, replace
+from typing import Self
 
 from launcher.launch_info import PATIENCE, TIME_SCALE
 
 
 @dataclass(frozen=True)
-class ConnectionTimings:
+class ScalableTimings:
+    """Waiting times, all in seconds, of one layer."""
+
+    def scaled(self, factor: float) -> Self:
+        """A copy with every time multiplied by factor."""
+        return replace(self, **{f.name: getattr(self, f.name) * factor for f in fields(self)})
+
+
+@dataclass(frozen=True)
+class ConnectionTimings(ScalableTimings):
     """Seconds of a connection whose two ends prove a secret: launcher/authentication/."""
 
     # Longer than a slow client takes to prove itself, after which it is sent away.
     handshake_s: float = 10.0
     # Longer than the round trip between two hosts: every client has it, even if many others come.
     pending_s: float = 0.5
-    # Longer than accept(2) costs; before the next one when no descriptors are left.
-    accept_retry_s: float = 0.01
-    # Longer than a look at failures costs, while waiting for a socket.
+    # Longer than a look at failures costs, while waiting for a socket or for descriptors to accept
+    # one.
     idle_s: float = 0.1
 
 
@@ -43,8 +52,6 @@ class Timings(ConnectionTimings):
     reap_poll_s: float = 0.002
     # Longer than orphan_grace_s; the kernel may hold a process in I/O for any time.
     unkillable_s: float = 2.0
-    # Longer than reading a file of /proc; how late a stopped fork server is noticed.
-    server_poll_s: float = 0.5
     # Longer than a debugger or a snapshot of the machine stops a process.
     stopped_server_s: float = 3.0
     # Longer than a program pauses between two parts of one line.
@@ -77,7 +84,8 @@ class Timings(ConnectionTimings):
     backend_grace_s: float = 5.0
     # Longer than backend_grace_s and unkillable_s together: the reaper works within it.
     reaper_exit_s: float = 10.0
-    # Longer than reading the records of all ranks; how late a failure of one is noticed.
+    # Longer than reading the records of all ranks; how late a failure of one is noticed, and a
+    # stopped fork server.
     backend_poll_s: float = 0.5
     # Longer than a look at all processes of a machine costs; how late a suspended one is told.
     suspended_poll_s: float = 2.0
@@ -87,20 +95,13 @@ class Timings(ConnectionTimings):
     # Ray.
     # Longer than a busy cluster takes to free resources.
     ray_placement_s: float = 300.0
-    # Longer than Ray takes to notice the dead process that caused a failure elsewhere.
-    ray_failure_grace_s: float = 1.0
-    # Longer than the interval at which Ray reads the log files of its workers.
-    ray_log_s: float = 1.0
-    # Longer than one ray.wait costs; how late a signal is noticed.
-    ray_signal_poll_s: float = 0.2
+    # Longer than Ray takes to notice the dead process that caused a failure elsewhere, and than the
+    # interval at which it reads the log files of its workers.
+    ray_lag_s: float = 1.0
 
     # The doctor.
     # Longer than two ranks take to import torch and check every backend.
     doctor_layer_s: float = 180.0
-
-    def scaled(self, factor: float) -> Timings:
-        """All times multiplied by factor."""
-        return replace(self, **{f.name: getattr(self, f.name) * factor for f in fields(self)})
 
 
 def time_scale() -> float:

@@ -139,7 +139,7 @@ class Mpi(TaggedP2PBackend):
                 return
         start = last_check = now = time.monotonic()
         while not work.Test():
-            time.sleep(min((now - start) * SLEEP_FRACTION, timings.TIMINGS.mpi_poll_s))
+            time.sleep(min((now - start) * SLEEP_FRACTION, timings.TIMINGS.stream_poll_s))
             now = time.monotonic()
             if now - last_check > timings.TIMINGS.liveness_poll_s:
                 self._check_wait(call, work, now - start)

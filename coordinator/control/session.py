@@ -131,7 +131,7 @@ class Session:
         """Publish the failure of a group through rank 0; without an answer, every rank finds out
         for itself."""
         try:
-            self.ask(Op.REPORT, group, failure, timeout_s=self.timings.report_s)
+            self.ask(Op.REPORT, group, failure, timeout_s=self.timings.answer_s)
         except NO_ANSWER:
             pass
 

@@ -184,7 +184,7 @@ class FailureDetector:
                 return error
             if self.session.server_lost_at and rank is not None:
                 break  # nobody is left who could tell
-            time.sleep(self.timings.reason_poll_s)
+            time.sleep(self.timings.shm_wait_s)
         state, reason = f"its connection broke: {why}", FailureReason.UNREACHABLE
         if rank is None:
             return self.fail(PeerLost, [], pending, f", for {state}")

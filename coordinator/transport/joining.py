@@ -338,7 +338,7 @@ class _Joining:
         while time.monotonic() < until:
             self.session.heartbeat.refresh(self.session.timings.reason_answer_s)
             self.rendezvous.check_lost()
-            time.sleep(self.session.timings.reason_poll_s)
+            time.sleep(self.session.timings.shm_wait_s)
         return PeerLost(
             f"rank {self.session.info.rank} was in {self.pending.call} when its connection to "
             f"another node broke: {why}. Look at what the ranks printed last."

@@ -41,7 +41,7 @@ class Rendezvous:
         self._parent, self._pending = parent, pending
         self._timings = session.timings
         self._rank = session.info.rank
-        self._refresh_at = time.monotonic() + self._timings.rendezvous_s
+        self._refresh_at = time.monotonic() + self._timings.departed_s
         self._notice = WaitingNotice(session.info, session.timings.waiting_notice_s)
         self._among: Sequence[int] = ()  # the places that take part in the exchange
         self._arrived: list[int] | None = None  # of these, asked for shortly before the deadline
@@ -102,7 +102,7 @@ class Rendezvous:
         if time.monotonic() > self._refresh_at:
             limit_s = min(self._timings.answer_s, self._pending.left_s)
             self._session.heartbeat.refresh(limit_s, self._key)
-            self._refresh_at = time.monotonic() + self._timings.rendezvous_s
+            self._refresh_at = time.monotonic() + self._timings.departed_s
         self._check_withdrawn()
         # The first to be lost comes first: others may have been ended because of it.
         lost = [rank for rank in self._session.heartbeat.lost if rank in self._members]

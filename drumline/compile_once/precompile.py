@@ -106,7 +106,7 @@ def get_or_build(
     sources = {k: next((r for r in ranks if has[r]), ranks[0]) for k, ranks in leaders.items()}
     builds = sources[key] == coor.rank and data is None
     work = functools.partial(_build, cache, key, build) if builds else lambda: None
-    built = _on_all_ranks(coor, work, timings.TIMINGS.build_s)
+    built = _on_all_ranks(coor, work, timings.TIMINGS.load_s)
     _distribute(coor, cache, key, leaders, sources, built if builds else data)
     paths = coor.allgather_object(str(cache.path(key)))
     return Path(paths[leader])

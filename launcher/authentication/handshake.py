@@ -286,7 +286,7 @@ class AuthenticatedListener:
         log.log(level, "rank 0 could not accept a connection: %s", error)
         self._is_full = self._is_full or not self._pending
         if not self._pending:
-            time.sleep(self._timings.accept_retry_s)
+            time.sleep(self._timings.idle_s)
         for oldest in list(self._pending)[: (len(self._pending) + 1) // 2]:
             self._reject(oldest, "was sent away, for too many files are open")
 

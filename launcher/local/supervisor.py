@@ -269,7 +269,7 @@ class Supervisor:
 
     def _watch_server(self) -> None:
         """End the launch if somebody has stopped the fork server: it passes no signal on."""
-        self._after(timings.TIMINGS.server_poll_s, self._watch_server)
+        self._after(timings.TIMINGS.backend_poll_s, self._watch_server)
         stat, now = linux.process_stat(self.server_pid), time.monotonic()
         if stat is None or stat.state != "T":
             self.server_stopped_s = None

@@ -80,7 +80,7 @@ def _connected(ray: Any, job: Job, signals: DeferredSignals) -> Iterator[None]:
     try:
         yield
     finally:
-        time.sleep(timings.TIMINGS.ray_log_s)
+        time.sleep(timings.TIMINGS.ray_lag_s)
         ray.shutdown()
 
 
@@ -237,7 +237,7 @@ def _gather(
                 continue
             now = time.monotonic()
             failures.append(Failure(**{**record["failure"], "time_s": now - began}))
-            deadline = min(deadline, now + timings.TIMINGS.ray_failure_grace_s)
+            deadline = min(deadline, now + timings.TIMINGS.ray_lag_s)
     return results, sorted(failures, key=lambda failure: bool(failure.traceback))
 
 

@@ -40,5 +40,5 @@ class DeferredSignals:
         while not done and (left := deadline - time.monotonic()) > 0:
             if self._received:
                 raise errors.interrupted(self._received[0])
-            done, _ = ray.wait(calls, timeout=min(left, timings.TIMINGS.ray_signal_poll_s))
+            done, _ = ray.wait(calls, timeout=min(left, timings.TIMINGS.idle_s))
         return done
