@@ -13,10 +13,8 @@ same bits.
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, TimeoutError
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -83,7 +81,8 @@ class Hierarchical(Backend):
         self._node_of = {rank: k for k, node in enumerate(self._nodes) for rank in node}
         self._node = self._node_of[self.rank]
         self._node_ranks = list(self._nodes[self._node])
-        self._failures = self.coor.store("hierarchical failures")
+        notice_s = timings.TIMINGS.exit_notice_s  # rank 0, which has it, may have stopped
+        self._failures = self.coor.store("hierarchical failures", timeout_s=notice_s)
         try:
             self.coor.run_on_all_ranks(lambda: self._open_parts(network), error_class=WORK_ERRORS)
         except DrumlineError:
@@ -420,24 +419,16 @@ def reader_key(rank: int) -> str:
 
 
 def first_failure(failures: Any, text: str, rank: int) -> str:
-    """The text that was first written to the store: this one, if there was none.
-
-    Bounded: a store waits without a limit for a process that was stopped, or a link that was cut.
-    """
-    answer: Future[str] = Future()
-
-    def write() -> None:
-        first = "unknown, for rank 0, which kept the failures, exited."
-        with suppress(RuntimeError):
-            first = failures.compare_set("first", "", text).decode()
-            failures.set(reader_key(rank), "")
-        answer.set_result(first)
-
-    threading.Thread(target=write, daemon=True).start()
+    """The text that was first written to the store: this one, if there was none."""
     try:
-        return answer.result(timings.TIMINGS.exit_notice_s)
+        first: bytes = failures.compare_set("first", "", text)
+        with suppress(RuntimeError):
+            failures.set(reader_key(rank), "")
+        return first.decode()
     except TimeoutError:
         return "unknown, for rank 0, which keeps the failures, does not answer."
+    except RuntimeError:
+        return "unknown, for rank 0, which kept the failures, exited."
 
 
 def _was_dropped(error: DrumlineError) -> bool:
