@@ -64,6 +64,11 @@ class FailureReason(Enum):
     LEFT = "left"  # it closed its Coordinator, in good order
     REPORTED = "reported"  # report_failure(), or it left because of an exception
 
+    @property
+    def may_recover(self) -> bool:
+        """True if the rank may go on, and then counts as failed no longer."""
+        return self in (FailureReason.SUSPENDED, FailureReason.UNREACHABLE)
+
 
 @dataclass(frozen=True)
 class RankFailure:

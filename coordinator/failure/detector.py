@@ -122,8 +122,8 @@ class FailureDetector:
     def check_alive(self, pending: PendingCall) -> None:
         """Raise if a rank has died: one that has left did what it had to do, perhaps."""
         self.check_group(pending)
-        died = self.monitor.died()
-        if died:
+        exited = self.monitor.exited()
+        if died := [rank for rank in exited if rank.reason is not FailureReason.LEFT]:
             raise self._lost(died, pending)
 
     def _lost(self, exited: Sequence[ObservedRank], pending: PendingCall) -> CoordinatorError:
@@ -262,10 +262,6 @@ class FailureDetector:
         segment = self.monitor.segment
         if segment is not None and segment.group_failure() is None:
             segment.publish_failure(failure.pack())
-
-    def in_different_calls(self, pending: PendingCall) -> CoordinatorError:
-        """The error when all of this node have come, but to different calls."""
-        return self.disagree(self.monitor.local_calls(), pending)
 
     def disagree(self, calls: Mapping[int, CallSite], pending: PendingCall) -> CoordinatorError:
         """The error for ranks of the launch that made these calls instead of one."""

@@ -131,10 +131,6 @@ class PeerMonitor:
         remote = [self.remote_exit(rank) for rank in lost if ranks is None or rank in ranks]
         return [observed for observed in (*local, *remote) if observed is not None]
 
-    def died(self) -> list[ObservedRank]:
-        """Ranks that ended before they left."""
-        return [observed for observed in self.exited() if observed.reason != FailureReason.LEFT]
-
     def departed_remote(self, ranks: Collection[int], timeout_s: float) -> list[ObservedRank]:
         """Ranks among these that have left, as rank 0 says; asks it once in a while."""
         peers = [peer for rank, peer in self._remote.items() if rank in ranks]
@@ -143,20 +139,19 @@ class PeerMonitor:
             return []
         self._asked_at = now
         membership = self.unwell(min(self._timings.answer_s, timeout_s)) or {}
-        return [
-            ObservedRank(peer, CLOSED_ITS_COORDINATOR, None, FailureReason.LEFT)
-            for peer in peers
-            if self.has_left(membership.get(peer.rank))
-        ]
+        departed = (self.departed(peer, membership.get(peer.rank)) for peer in peers)
+        return [observed for observed in departed if observed is not None]
 
-    def has_left(self, report: RankReport | None) -> bool:
-        """True if the rank of this report has closed the group, or all that it had."""
+    def departed(self, peer: Peer, report: RankReport | None) -> ObservedRank | None:
+        """The rank, if by rank 0's report it has closed the group, or all that it had."""
         if report is None:
-            return False
+            return None
         is_fresh = report.silent_s < self._timings.silent_s
         is_old = time.monotonic() - self._since > self._timings.new_group_s and is_fresh
         is_without_group = report.calls is not None and self.key not in report.calls
-        return report.note == LEFT or (is_old and is_without_group)
+        if report.note == LEFT or (is_old and is_without_group):
+            return ObservedRank(peer, CLOSED_ITS_COORDINATOR, None, FailureReason.LEFT)
+        return None
 
     def missing(self) -> list[int]:
         """Ranks of this node that have not come to the call that this one is in."""
@@ -194,6 +189,10 @@ class PeerMonitor:
         """The call that this rank was last in; number 0 if in none yet."""
         return self._read_status(self.me.rank).last_call
 
+    def last_call(self, rank: int) -> CallStatus | None:
+        """The call that a rank was last in, if it shares memory with this one."""
+        return self._local_status(rank)[1] if rank in self._local else None
+
     def _local_status(self, rank: int) -> tuple[int, CallStatus | None]:
         status = self._read_status(rank)
         return status.status, status.last_call if status.last_call.number else None
@@ -229,10 +228,6 @@ class PeerMonitor:
         if self._read_status(rank).last_call[:2] == call[:2]:
             return None  # it waits in this very call, for a rank of another node
         return self._observe_local(rank)
-
-    def observe_local(self, rank: int) -> ObservedRank | None:
-        """A rank that shares memory with this one, and what it does."""
-        return self._observe_local(rank) if rank in self._local else None
 
     def _observe_local(self, rank: int) -> ObservedRank:
         _, last_call = self._local_status(rank)

@@ -10,15 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterable
 
-from coordinator.control.membership import SUSPENDED, Membership
+from coordinator.control.membership import SUSPENDED, Membership, RankReport
 from coordinator.control.process_monitor import PeerProcess
 from coordinator.errors import FailureReason, PeerLost, RankFailure
 from coordinator.failure.group_failure import GroupFailure
-from coordinator.failure.peer_monitor import CLOSED_ITS_COORDINATOR, ObservedRank, PeerMonitor
+from coordinator.failure.peer_monitor import ObservedRank, PeerMonitor
 from coordinator.peers import Peer
 from launcher import CauseOrder
-
-MAY_RECOVER = (FailureReason.SUSPENDED, FailureReason.UNREACHABLE)
 
 
 class FailureScan:
@@ -71,13 +69,13 @@ class FailureScan:
 
     def _remove_recovered(self, observed: Container[int]) -> None:
         for place, failure in list(self._failures.items()):
-            if failure.reason in MAY_RECOVER and place not in observed:
+            if failure.reason.may_recover and place not in observed:
                 del self._failures[place], self._failed_at[place]
 
     def _add(self, failure: RankFailure) -> None:
         """The first reason stays, unless the rank could still have recovered from it."""
         before = self._failures.get(failure.rank)
-        if before is None or (before.reason in MAY_RECOVER and before.reason != failure.reason):
+        if before is None or (before.reason.may_recover and before.reason != failure.reason):
             self._failures[failure.rank] = failure
             self._failed_at.setdefault(failure.rank, time.monotonic() - failure.since_s)
 
@@ -85,7 +83,7 @@ class FailureScan:
         """The other ranks that have not failed for good, by place."""
         for place, peer in enumerate(self.monitor.peers):
             failure = self._failures.get(place)
-            is_over = failure is not None and failure.reason not in MAY_RECOVER
+            is_over = failure is not None and not failure.reason.may_recover
             if peer.rank != self.monitor.me.rank and not is_over:
                 yield place, peer
 
@@ -118,7 +116,7 @@ class FailureScan:
                 self._since.pop(peer.rank, None)
                 continue
             unwell_s = time.monotonic() - self._since.setdefault(peer.rank, time.monotonic())
-            if reason not in MAY_RECOVER or unwell_s >= self._patience_s(rank):
+            if not reason.may_recover or unwell_s >= self._patience_s(rank):
                 since_s = max(unwell_s, rank.since_s)
                 observed[place] = RankFailure(
                     place, peer, reason, since_s, rank.call, rank.exit_status, str(rank)
@@ -131,26 +129,28 @@ class FailureScan:
 
     def _observe(self, peer: Peer) -> ObservedRank | None:
         """The rank, if it looks unwell."""
-        process = self.monitor.process(peer)
-        if not self.monitor.is_remote(peer.rank):
-            return self.monitor.local_exit(peer.rank) or self._suspended(peer, process)
+        monitor, process = self.monitor, self.monitor.process(peer)
+        if not monitor.is_remote(peer.rank):
+            return monitor.local_exit(peer.rank) or self._suspended(peer, process)
+        report = self._membership.get(peer.rank)
+        gone = None if process is not None else monitor.remote_exit(peer.rank)
+        gone = gone or monitor.departed(peer, report)
+        if gone is not None:
+            return gone
         if process is not None:
-            return self._exited(peer, process) or self._suspended(peer, process)
-        lost = self.monitor.remote_exit(peer.rank)
-        return lost or self._from_report(peer) or self._silent_master(peer)
+            return self._exited(peer, process, report) or self._suspended(peer, process)
+        return self._unwell(peer, report) or self._silent_master(peer)
 
     def _suspended(self, peer: Peer, process: PeerProcess | None) -> ObservedRank | None:
         if process is None or not process.is_suspended():
             return None
-        observed = self.monitor.observe_local(peer.rank)
-        last_call = observed.last_call if observed is not None else None
+        last_call = self.monitor.last_call(peer.rank)
         return ObservedRank(peer, SUSPENDED, last_call, FailureReason.SUSPENDED)
 
-    def _exited(self, peer: Peer, process: PeerProcess) -> ObservedRank | None:
+    def _exited(
+        self, peer: Peer, process: PeerProcess, report: RankReport | None
+    ) -> ObservedRank | None:
         """A process of this host that shares no memory, once rank 0 knows whether it had left."""
-        report = self._membership.get(peer.rank)
-        if self.monitor.has_left(report):
-            return ObservedRank(peer, CLOSED_ITS_COORDINATOR, None, FailureReason.LEFT)
         if not process.is_dead():
             return None
         dead_at = self._dead_at.setdefault(peer.rank, time.monotonic())
@@ -181,12 +181,9 @@ class FailureScan:
         if membership is not None:
             self._known_at, self._answered_at = now, time.monotonic()
 
-    def _from_report(self, peer: Peer) -> ObservedRank | None:
-        report = self._membership.get(peer.rank)
+    def _unwell(self, peer: Peer, report: RankReport | None) -> ObservedRank | None:
         if report is None:
             return None
-        if self.monitor.has_left(report):
-            return ObservedRank(peer, CLOSED_ITS_COORDINATOR, None, FailureReason.LEFT)
         observed = self.monitor.observe_report(peer, report)
         return None if observed.reason is FailureReason.EXITED else observed  # it may come back
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 from coordinator.errors import FailureReason, RankFailure
-from coordinator.failure.scan import MAY_RECOVER, FailureScan
+from coordinator.failure.scan import FailureScan
 
 log = logging.getLogger("coordinator")
 
@@ -58,7 +58,7 @@ class Subscription:
                 self._call(failure)
 
     def _is_due(self, failure: RankFailure) -> bool:
-        if failure.reason not in MAY_RECOVER:
+        if not failure.reason.may_recover:
             return True
         is_reached = failure.reason is not FailureReason.UNREACHABLE
         return self._is_waiting() and (is_reached or failure.since_s >= self._unreachable_s)

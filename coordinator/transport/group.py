@@ -95,7 +95,8 @@ class Group:
             self._last = (pending.call, time.monotonic())
             return results
         except _node_shm.CallMismatch:
-            raise self.detector.in_different_calls(pending) from None
+            calls = self.detector.monitor.local_calls()  # all have come, but to different ones
+            raise self.detector.disagree(calls, pending) from None
         except TreeLinkBroken as error:
             neighbour = self.shm_domains[error.index][0] if error.index >= 0 else None
             raise self.detector.broken(neighbour, str(error), pending) from error

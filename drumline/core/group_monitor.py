@@ -25,8 +25,6 @@ log = logging.getLogger("drumline")
 
 T = TypeVar("T")
 
-MAY_RECOVER = (FailureReason.SUSPENDED, FailureReason.UNREACHABLE)
-
 
 class GroupMonitor:
     """Aborts the communicators of this rank when a rank of the model fails.
@@ -103,13 +101,13 @@ class GroupMonitor:
         if failure.reason is FailureReason.LEFT:
             return
         # Reported before this rank aborts: for the others the abort would be the first failure.
-        if failure.reason in MAY_RECOVER:
+        if failure.reason.may_recover:
             self.coor.report_failure(failure.rank, failure.reason.value)
         for comm in self._comms:
             try:
                 comm.abort()
             except Unsupported as error:  # gloo, MPI: they notice the end of a process themselves
-                if failure.reason in MAY_RECOVER:
+                if failure.reason.may_recover:
                     log.warning("%s keeps this rank waiting. %s", failure, error)
 
 
@@ -138,7 +136,7 @@ def monitored_loading(coor: Coordinator, holds: Callable[[int], str]) -> Iterato
     """
 
     def report(failure: RankFailure) -> None:
-        if failure.reason in MAY_RECOVER:
+        if failure.reason.may_recover:
             coor.report_failure(failure.rank, failure.reason.value)
 
     with coor.on_failure(report, unreachable_s=TIMINGS.busy_master_s):
