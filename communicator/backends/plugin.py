@@ -36,7 +36,7 @@ TORCH_DEVICE = {1: "cpu", 2: "cuda", 10: "cuda"}  # from DLDeviceType; torch cal
 class LibraryCalls(CheckedCalls):
     """Calls whose arguments are checked in C, where that costs nanoseconds.
 
-    Those that the library lacks are checked in Python, and composed of others.
+    `load` makes a class in which those that the library lacks are checked in Python.
     """
 
     backend: PluginBackend
@@ -48,12 +48,7 @@ class LibraryCalls(CheckedCalls):
                 calls[name] = getattr(self.backend._comm, name)
         return calls
 
-    def _is_offered(self, entry: str) -> bool:
-        return self.backend.offers(entry)
-
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        if not self._is_offered("broadcast"):
-            return super().broadcast(tensor, src)
         self.backend.broadcast(tensor, src)
         return tensor
 
@@ -64,14 +59,10 @@ class LibraryCalls(CheckedCalls):
         return tensor if out is None else out
 
     def reduce(self, tensor: torch.Tensor, dst: int = 0, op: Op = "sum") -> torch.Tensor:
-        if not self._is_offered("reduce"):
-            return super().reduce(tensor, dst, op)
         self.backend.reduce(tensor if self.rank == dst else None, tensor, dst, op)
         return tensor
 
     def allgather(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        if not self._is_offered("allgather"):
-            return super().allgather(tensor, out=out)
         if out is None:
             size = self.world_size
             out = self._new("allgather", tensor, lambda shape: (size, *shape))
@@ -81,8 +72,6 @@ class LibraryCalls(CheckedCalls):
     def reduce_scatter(
         self, tensor: torch.Tensor, op: Op = "sum", *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if not self._is_offered("reduce_scatter"):
-            return super().reduce_scatter(tensor, op, out=out)
         result = out
         if result is None:
             result = self._new("reduce_scatter", tensor, lambda shape: shape[1:])
@@ -90,8 +79,6 @@ class LibraryCalls(CheckedCalls):
         return result
 
     def alltoall(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        if not self._is_offered("alltoall"):
-            return super().alltoall(tensor, out=out)
         result = out
         if result is None:
             self.backend.check_tensor("alltoall", tensor)
@@ -113,13 +100,11 @@ class LibraryCalls(CheckedCalls):
         return tensor
 
     def barrier(self) -> None:
-        if not self._is_offered("barrier"):
-            return super().barrier()
         self.backend.barrier()
 
     def _op(self, call: str, op: Op, tensor: torch.Tensor) -> Any:
         """The op as it is: C checks it, and knows NCCL's scaled sums."""
-        is_checked = self._is_offered("reduce_scatterv") or isinstance(op, int)
+        is_checked = self.backend.offers("reduce_scatterv") or isinstance(op, int)
         return op if is_checked else super()._op(call, op, tensor)
 
     def _new(
@@ -144,6 +129,7 @@ class PluginBackend(Backend):
     """
 
     path: ClassVar[str]
+    calls: ClassVar[type[LibraryCalls]] = LibraryCalls
     is_trusted: ClassVar[bool] = False  # not to crash in its probe
     agrees_in_init: ClassVar[bool] = False  # on its version, and whether it failed on a rank
     call_checker: CallChecker | None = None
@@ -189,7 +175,7 @@ class PluginBackend(Backend):
             self.call_checker = CallChecker(self, declared.checked_calls)
 
     def own_calls(self) -> LibraryCalls:
-        return LibraryCalls(self)
+        return self.calls(self)
 
     def offers(self, entry: str) -> bool:
         """True if the library has this entry of communicator.h."""
@@ -392,5 +378,8 @@ def load(path: str) -> type[PluginBackend]:
     if plugin.device_type not in TORCH_DEVICE:
         raise Unsupported(f"{path} moves memory of device type {plugin.device_type}, unknown here")
     attributes = {"name": path, "path": path, "device_type": TORCH_DEVICE[plugin.device_type]}
-    missing = [REPLACEMENTS[entry] for entry in REPLACEMENTS if not plugin.offers(entry)]
-    return type("Library", (PluginBackend,), {**attributes, **dict(missing)})
+    missing = [entry for entry in REPLACEMENTS if not plugin.offers(entry)]
+    checked = {name: getattr(CheckedCalls, name) for name in missing if hasattr(CheckedCalls, name)}
+    calls = type("Calls", (LibraryCalls,), checked)
+    methods = dict(REPLACEMENTS[entry] for entry in missing)
+    return type("Library", (PluginBackend,), {**attributes, "calls": calls, **methods})

@@ -131,6 +131,7 @@ class Nccl(PluginBackend):
     name = "nccl"
     device_type = "cuda"
     path = os.path.join(os.path.dirname(__file__), "_nccl.abi3.so")
+    calls = NcclCalls
     is_trusted = True
     closes_when_forgotten = False
     # Composed, since NCCL has no such calls.
@@ -188,9 +189,6 @@ class Nccl(PluginBackend):
         self._connect()
         if oneshot:
             self.oneshot = Oneshot(self.coor, self.device.index)
-
-    def own_calls(self) -> NcclCalls:
-        return NcclCalls(self)
 
     def _connect(self) -> None:
         """Make the first connections now, with a deadline, and start to watch for failures."""
