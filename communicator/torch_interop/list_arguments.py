@@ -34,7 +34,8 @@ class Place(NamedTuple):
 
 def check(move: Callable[..., None], place: Place, *arguments: Any) -> None:
     """Raise ValueError unless move can take these arguments, as far as this rank can tell."""
-    CHECKS[move](place, *arguments)
+    if move in CHECKS:
+        CHECKS[move](place, *arguments)
 
 
 def only_item(place: Place, items: Sequence[Item]) -> Item:
@@ -67,20 +68,8 @@ def check_root(place: Place, root: int, root_tensor: int = 0) -> None:
         raise place.error(f"rootTensor={root_tensor}: each rank has one tensor, of number 0.")
 
 
-def _check_reduced(place: Place, tensor: torch.Tensor, op: Any) -> None:
-    """The communicator knows what it can reduce."""
-
-
 def _check_coalesced(place: Place, tensors: Tensors, op: Any) -> None:
     _check_same_kind(place, "tensor", tensors, tensors[0])
-
-
-def _check_broadcast(place: Place, tensor: torch.Tensor, src: int) -> None:
-    check_root(place, src)
-
-
-def _check_reduce(place: Place, tensor: torch.Tensor, dst: int, op: Any) -> None:
-    check_root(place, dst)
 
 
 def _check_allgather(place: Place, outs: Tensors, tensor: torch.Tensor) -> None:
@@ -209,11 +198,7 @@ def _check_shape(place: Place, name: str, tensor: torch.Tensor, like: torch.Tens
 
 
 CHECKS: dict[Callable[..., None], Callable[..., None]] = {
-    list_collectives.allreduce: _check_reduced,
-    list_collectives.allreduce_sparse: _check_reduced,
     list_collectives.allreduce_coalesced: _check_coalesced,
-    list_collectives.broadcast: _check_broadcast,
-    list_collectives.reduce: _check_reduce,
     list_collectives.allgather: _check_allgather,
     list_collectives.allgather_flat: _check_allgather_flat,
     list_collectives.reduce_scatter: _check_reduce_scatter,
