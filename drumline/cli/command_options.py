@@ -45,9 +45,10 @@ class Command:
             parser.add_argument(*names, **settings)
 
 
-def _option(names: str, text: str, **settings: Any) -> Option:
-    """An option whose help ends with its default, if it has one."""
+def _option(names: str, text: str, value: str | None = None, **settings: Any) -> Option:
+    """An option whose help ends with its default, if it has one. value: stands for its value."""
     text += "; default: %(default)s" if "default" in settings else ""
+    settings |= {} if value is None else {"metavar": value}
     return tuple(names.split()), {"help": text, **settings}
 
 
@@ -298,20 +299,18 @@ MEMORY = "memory of each rank, such as 8GiB; a single size is that of every rank
 _SIZES: dict[str, Any] = {"nargs": "+", "type": _size, "metavar": "SIZE"}
 _SEED = at_least(-(1 << 63), 1 << 64, "does not fit into the 64 bits of a seed")  # torch's range
 _PORT = at_least(0, 1 << 16, "is not a port: ports end at 65535")
-_RANKS = _option(
-    "-n --ranks", "ranks to start on this machine", type=at_least(1), default=1, metavar="N"
-)
+_RANKS = _option("-n --ranks", "ranks to start on this machine", "N", type=at_least(1), default=1)
 _MODEL = (
     _option(
         "--model",
         "folder of the checkpoint, GGUF file, or id on the Hub, such as Qwen/Qwen3-0.6B",
+        "DIR",
         required=True,
-        metavar="DIR",
     ),
-    _option("--revision", "branch, tag or commit on the Hub; default: main", metavar="NAME"),
-    _option("--adapter", "folder of a LoRA adapter to merge; default: none", metavar="DIR"),
+    _option("--revision", "branch, tag or commit on the Hub; default: main", "NAME"),
+    _option("--adapter", "folder of a LoRA adapter to merge; default: none", "DIR"),
     _option("--dequantize", "read quantized weights as plain ones", action="store_true"),
-    _option("--gguf-file", "GGUF file in the folder to read; default: none", metavar="NAME"),
+    _option("--gguf-file", "GGUF file in the folder to read; default: none", "NAME"),
     _option("--trust-remote-code", "run Python files of the checkpoint", action="store_true"),
 )
 _MODEL_OPTIONS = (
@@ -322,23 +321,19 @@ _MODEL_OPTIONS = (
 
 
 def _count(name: str, text: str, default: int, low: int = 1) -> Option:
-    return _option(name, text, type=at_least(low), default=default, metavar="N")
+    return _option(name, text, "N", type=at_least(low), default=default)
 
 
 _DEVICE_MAP = _option(
-    "--device-map", "auto, balanced, sequential or fastest", default="auto", metavar="MAP"
+    "--device-map", "auto, balanced, sequential or fastest", "MAP", default="auto"
 )
 _DTYPE = _option(
-    "--dtype",
-    "dtype of the weights, such as bfloat16; default: that of the checkpoint",
-    metavar="NAME",
+    "--dtype", "dtype of the weights, such as bfloat16; default: that of the checkpoint", "NAME"
 )
 _PLAN_OPTIONS = (
     *_MODEL,
     _option("--memory", MEMORY, required=True, **_SIZES),
-    _option(
-        "--ranks", "number of ranks; default: one per --memory size", type=at_least(1), metavar="N"
-    ),
+    _option("--ranks", "number of ranks; default: one per --memory size", "N", type=at_least(1)),
     _DEVICE_MAP,
     _DTYPE,
     _count("--batch", "sequences", 1),
@@ -346,68 +341,54 @@ _PLAN_OPTIONS = (
     _option(
         "--bandwidth",
         "memory that each rank reads in a second, or one size for all; default: 20GB",
+        "SIZE",
         type=functools.partial(_size, low=1),
         nargs="+",
-        metavar="SIZE",
     ),
     _option(
         "--hop",
         "one-way latency between two ranks",
+        "MICROSECONDS",
         type=at_least(0, kind=float),
         default=100,
-        metavar="MICROSECONDS",
     ),
     _option(
         "--link",
         "bytes that a link between two ranks takes in a second; default: no limit",
+        "SIZE",
         type=functools.partial(_size, low=1),
-        metavar="SIZE",
     ),
     _option(
         "--flops",
         "operations of a rank in a second, for the time to the first token; default: 2e11",
+        "N",
         type=at_least(1, kind=float),
-        metavar="N",
     ),
-    _option(
-        "--html", "write the map as a page for a browser; default: none", type=Path, metavar="FILE"
-    ),
-    _option("--png", "draw the map as a PNG or SVG; default: none", type=Path, metavar="FILE"),
+    _option("--html", "write the map as a page for a browser; default: none", "FILE", type=Path),
+    _option("--png", "draw the map as a PNG or SVG; default: none", "FILE", type=Path),
 )
 _PATIENCE: Option = (("--patience",), PATIENCE_OPTION)
 _NODES = (
     _option(
-        "--nnodes",
-        "number of nodes, each with this command; default: 1",
-        type=at_least(1),
-        metavar="N",
+        "--nnodes", "number of nodes, each with this command; default: 1", "N", type=at_least(1)
     ),
     _count("--node-rank", "the index of this node", 0, low=0),
-    _option(
-        "--master-addr",
-        "address of the first node; default: there, its only one",
-        metavar="ADDRESS",
-    ),
+    _option("--master-addr", "address of the first node; default: there, its only one", "ADDRESS"),
     _option(
         "--master-port",
         "port of the first node for the others; default: the same one always",
+        "PORT",
         type=_PORT,
         default=0,
-        metavar="PORT",
     ),
     *(((name,), settings) for name, settings in TOKEN_OPTIONS.items()),
     _option("--encrypt", "encrypt what passes between ranks of several nodes", action="store_true"),
 )
 _GENERATE_OPTIONS = (
     *_MODEL_OPTIONS,
-    _option(
-        "--prompt",
-        "text to continue; - reads it from standard input",
-        required=True,
-        metavar="TEXT",
-    ),
+    _option("--prompt", "text to continue; - reads it from standard input", "TEXT", required=True),
     _count("--max-new-tokens", "tokens to generate at most", 64),
-    _option("--seed", "sample with this seed; default: greedy", type=_SEED, metavar="N"),
+    _option("--seed", "sample with this seed; default: greedy", "N", type=_SEED),
     *_NODES,
     _PATIENCE,
 )
@@ -419,28 +400,24 @@ _BENCH_OPTIONS = (
 )
 _SERVE_OPTIONS = (
     *_MODEL_OPTIONS,
-    _option("--host", "address to listen on", default="127.0.0.1", metavar="ADDRESS"),
-    _option("--port", "port to listen on, 0 for a free one", type=_PORT, default=8000, metavar="N"),
-    _option(
-        "--api-key-file", "file with the key that clients must send; default: none", metavar="FILE"
-    ),
+    _option("--host", "address to listen on", "ADDRESS", default="127.0.0.1"),
+    _option("--port", "port to listen on, 0 for a free one", "N", type=_PORT, default=8000),
+    _option("--api-key-file", "file with the key that clients must send; default: none", "FILE"),
     _DTYPE,
     _DEVICE_MAP,
     _option(
         "--tp --tensor-parallel-size",
         "ranks that share each layer; default: 1",
+        "N",
         type=at_least(1),
-        metavar="N",
     ),
     _option(
         "--served-model-name",
         "what requests call it; default: the folder's name",
+        "NAME",
         nargs="+",
-        metavar="NAME",
     ),
-    _option(
-        "--chat-template", "file with a chat template; default: the tokenizer's", metavar="FILE"
-    ),
+    _option("--chat-template", "file with a chat template; default: the tokenizer's", "FILE"),
     _option(
         "--log-requests --enable-log-requests", "log a line for each request", action="store_true"
     ),
@@ -448,14 +425,14 @@ _SERVE_OPTIONS = (
         "--allowed-origins",
         "origins of web pages that may send requests, such as http://localhost:3000, or *; "
         "default: none",
+        "ORIGIN",
         nargs="+",
-        metavar="ORIGIN",
     ),
     _option(
         "--max-length --max-model-len",
         "tokens of prompt and completion; default: the model's, at most 4096",
+        "TOKENS",
         type=at_least(2),
-        metavar="TOKENS",
     ),
     *_NODES,
     _count("--restarts", "times that ranks are started again after one died", 0, low=0),
@@ -467,8 +444,8 @@ _TOP_OPTIONS = (
     _option(
         "launch",
         "its id, or the pid of its launcher or of a rank; default: the only launch here",
+        "LAUNCH",
         nargs="?",
-        metavar="LAUNCH",
     ),
 )
 _AUTO_OPTIONS = (
