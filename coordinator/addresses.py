@@ -9,10 +9,9 @@ import socket
 from typing import Any
 
 from coordinator.errors import CoordinatorError
-from launcher import LaunchInfo, host_addresses
+from launcher import LaunchInfo, host_addresses, listener_at
 
 Address = tuple[socket.AddressFamily, tuple[Any, ...]]
-BACKLOG = 2048
 
 
 def spans_nodes(info: LaunchInfo) -> bool:
@@ -97,7 +96,7 @@ def listen(info: LaunchInfo) -> socket.socket:
     refused: OSError | None = None
     for family, address in candidates(info):
         try:
-            return bound(family, address)
+            return listener_at(family, address)
         except OSError as error:
             refused = error
     raise CoordinatorError(
@@ -127,21 +126,6 @@ def _why_unfit(listener: socket.socket) -> str:
     if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         return "it does not listen"
     return "it listens on every interface" if _is_wildcard(listener.getsockname()) else ""
-
-
-def bound(family: int, address: tuple[Any, ...]) -> socket.socket:
-    """A socket listening at one address. Raises OSError."""
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
 
 
 def family_of(host: str) -> socket.AddressFamily:

@@ -42,6 +42,7 @@ from launcher.launch_info import LaunchInfoError as LaunchInfoError
 from launcher.launch_job import launch as launch
 from launcher.launch_job import run_job as run_job
 from launcher.ports import listen as listen
+from launcher.ports import listener_at as listener_at
 from launcher.registry import register as register
 from launcher.runtime.outliving import outlive_failures as outlive_failures
 from launcher.runtime.outliving import report_meeting as report_meeting

@@ -9,6 +9,7 @@ import errno
 import hashlib
 import socket
 from collections.abc import Iterable
+from typing import Any
 
 from launcher.system import linux
 
@@ -26,9 +27,10 @@ def listen(launch_id: str, address: str = "127.0.0.1", port: int = 0) -> socket.
     It listens from the start: a bound socket that does not can be stolen by another that sets
     SO_REUSEADDR. Raises OSError if no port is free, or address does not belong to this node.
     """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for candidate in [port] if port else candidates(launch_id):
         try:
-            return _bound(address, candidate, may_share=bool(port))
+            return listener_at(family, (address, candidate), may_share=bool(port))
         except (OSError, UnicodeError) as error:
             if not isinstance(error, OSError) or error.errno not in IN_USE:
                 raise _address_error(error, address) from error
@@ -108,13 +110,15 @@ def reserve(candidate_ports: Iterable[int]) -> socket.socket:
     )
 
 
-def _bound(address: str, port: int, may_share: bool) -> socket.socket:
-    """may_share: take the port even where a socket that does not listen keeps it, see reserve."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+def listener_at(family: int, address: tuple[Any, ...], may_share: bool = True) -> socket.socket:
+    """A socket that listens at one address of this host. Raises OSError.
+
+    may_share: take the port even where a socket that does not listen keeps it, see reserve.
+    """
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, may_share)
-        listener.bind((address, port))
+        listener.bind(address)
         if not any(socket.inet_pton(family, listener.getsockname()[0].partition("%")[0])):
             raise OSError(errno.EADDRNOTAVAIL, "it is every interface, and no host")
         listener.listen(BACKLOG)

@@ -18,7 +18,7 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
-from coordinator.addresses import Address, bound, candidates, family_of, listen, spans_nodes
+from coordinator.addresses import Address, candidates, family_of, listen, spans_nodes
 from coordinator.call_site import CallSite
 from coordinator.control.client import Client, ServerLost
 from coordinator.control.heartbeat import NO_ANSWER, Heartbeat
@@ -36,7 +36,7 @@ from coordinator.errors import CoordinatorError, CoordinatorTimeout
 from coordinator.peers import Peer
 from coordinator.timings import CoordinatorTimings
 from coordinator.waiting_notice import WaitingNotice
-from launcher import Credentials, Hello, LaunchInfo, host_addresses, noop
+from launcher import Credentials, Hello, LaunchInfo, host_addresses, listener_at, noop
 
 
 class Session:
@@ -403,10 +403,10 @@ def _locate_server_by_store(info: LaunchInfo, timeout_s: float) -> ServerLocatio
 def _listener_next_to_store(info: LaunchInfo) -> socket.socket:
     if not spans_nodes(info):
         loopback = "::1" if ":" in info.master_addr else "127.0.0.1"
-        return bound(family_of(loopback), (loopback, 0))
+        return listener_at(family_of(loopback), (loopback, 0))
     family, address = candidates(info)[0]
     try:
-        return bound(family, (host_addresses.local_address_for(family, address), 0))
+        return listener_at(family, (host_addresses.local_address_for(family, address), 0))
     except OSError:
         family, text = host_addresses.routable_addresses()[0]
-        return bound(family, (text, 0))
+        return listener_at(family, (text, 0))

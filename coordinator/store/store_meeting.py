@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from torch.distributed import DistNetworkError, PrefixStore, Store
 
 import launcher
-from coordinator.addresses import bound, family_of
+from coordinator.addresses import family_of
 from coordinator.control.secrecy import SECRET_NBYTES, launch_secret
 from coordinator.control.session import ServerLocation
 from coordinator.errors import (
@@ -39,7 +39,7 @@ from coordinator.errors import (
 )
 from coordinator.peers import Peer
 from coordinator.timings import CoordinatorTimings
-from launcher import LaunchInfo
+from launcher import LaunchInfo, listener_at
 
 LOOPBACK = "127.0.0.1"
 DISCARD_PORT = 9  # nothing is sent there
@@ -169,7 +169,7 @@ class _Meeting:
 
     def _listen(self) -> socket.socket:
         address = _own_address(self._store)
-        return bound(family_of(address), (address, 0))
+        return listener_at(family_of(address), (address, 0))
 
     def _exchange(self, store: Store, listener: socket.socket | None) -> list[_Introduction]:
         """Every rank's introduction, in order. The first rank answers requests until all are here,

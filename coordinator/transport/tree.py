@@ -31,6 +31,7 @@ from launcher import (
     NoMessage,
     NotReady,
     Rejected,
+    listener_at,
     noop,
     purpose_of,
 )
@@ -165,10 +166,8 @@ class ChildListener:
     def __init__(self, address: str, credentials: Credentials, purpose: str, most: int = 0) -> None:
         self._purpose = purpose
         self._children: dict[bytes, int] = {}  # by the purpose of their connections
-        self._listener = socket.socket(family_of(address), socket.SOCK_STREAM)
-        self._listener.bind((address, 0))
+        self._listener = listener_at(family_of(address), (address, 0))
         max_pending = max(MAX_PENDING, most)  # who may all come at once
-        self._listener.listen(max_pending)
         self.address: tuple[Any, ...] = self._listener.getsockname()[:2]
         self._selector = selectors.DefaultSelector()
         self._authenticator = AuthenticatedListener(
