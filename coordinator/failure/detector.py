@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from coordinator._node_shm import NodeSegment
 from coordinator.call_site import CallSite, PendingCall
 from coordinator.control.membership import Membership
 from coordinator.control.session import Session
@@ -25,7 +24,7 @@ from coordinator.failure.group_failure import FailureRecord, GroupFailure
 from coordinator.failure.peer_monitor import ObservedRank, PeerMonitor
 from coordinator.failure.scan import FailureScan
 from coordinator.failure.stuck_ranks import PeerStacks
-from coordinator.failure.subscription import FailureNotifier, Subscription, always
+from coordinator.failure.subscription import FailureNotifier
 from coordinator.peers import Peer
 
 SAME_CALLS = (
@@ -44,32 +43,19 @@ class FailureDetector:
         self.monitor = PeerMonitor(key, session, self.me, peers)
         self.stacks = PeerStacks(self.me, peers)
         self._scan = FailureScan(self.monitor, self.group_failure)
-        self._notifier = FailureNotifier(self._scan)
+        self.notifier = FailureNotifier(self._scan)
         self._prefetched: tuple[float, Membership | None, str] = (0.0, None, "")
 
-    def share(self, shm_domain: Sequence[int], segment: NodeSegment) -> None:
-        """Watch these places of the group through the memory that they share with this rank."""
-        self.monitor.share(shm_domain, segment)
-
     def close(self) -> None:
-        self._notifier.close()
+        self.notifier.close()
         self.monitor.close()
 
     def drop(self) -> None:
         """Close the descriptors in a forked child, which leaves those of the parent alone."""
-        self._notifier.drop()
+        self.notifier.drop()
         self.monitor.close()
 
     # ---- without a call ----
-
-    def subscribe(
-        self,
-        callback: Callable[[RankFailure], None],
-        is_waiting: Callable[[], bool] = always,
-        unreachable_s: float = 0.0,
-    ) -> Subscription:
-        """Call callback on the detector's thread, once for each rank that fails; see on_failure."""
-        return self._notifier.subscribe(callback, is_waiting, unreachable_s)
 
     def failures(self, wait_s: float = 0.0) -> tuple[RankFailure, ...]:
         """The failed ranks, the first to fail first; waits so long for there to be one."""

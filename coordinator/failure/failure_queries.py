@@ -55,7 +55,7 @@ class FailureQueries(GroupMember):
         self._check_open("on_failure", may_be_broken=True)
         if self._detector is None:
             return Subscription(callback, is_waiting, unreachable_s, lambda subscription: None)
-        return self._detector.subscribe(callback, is_waiting, unreachable_s)
+        return self._detector.notifier.subscribe(callback, is_waiting, unreachable_s)
 
     def failures(self, *, wait_s: float = 0.0) -> tuple[RankFailure, ...]:
         """The ranks of the group that have failed, the first to fail first. Not collective.

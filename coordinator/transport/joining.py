@@ -115,7 +115,7 @@ class _Joining:
             self.rendezvous.exchange("connected", b"")
         self.detector = FailureDetector(self.key, self.session, self.rank, everyone)
         if self.segment is not None:
-            self.detector.share(self.shm_domain, self.segment)
+            self.detector.monitor.share(self.shm_domain, self.segment)
         self.session.watch_master(everyone)
         return Group(
             self.key, self.session, self.rank, self.detector, domains, self.segment, self.tree
