@@ -6,6 +6,7 @@ with Coordinator() as coor:
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import sys
@@ -272,14 +273,14 @@ class Coordinator(Collectives, SharedState):
         caller's to close. Raises CoordinatorError on every rank if two ranks cannot connect.
         """
         self._check_open("connections")
-        if self._session is None or self.world_size == 1:
+        detector = self._detector
+        if self._session is None or detector is None:
             return {}
         call = self._begin_call("connections", timeout_s)
         name = f"{self._store.prefix}{call.number}"
         address, credentials = self._session.client.local_address, self._session.credentials
-        return PeerConnector(
-            address, credentials, self.rank, self.peers, name, self._session.heartbeat.lost
-        ).connect(
+        check = functools.partial(detector.check_alive, call)
+        return PeerConnector(address, credentials, self.rank, self.peers, name, check).connect(
             lambda data: self._exchange("connections", Exchange(data), call.left_s), call.left_s
         )
 

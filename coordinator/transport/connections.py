@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from coordinator.control.framing import Connection, pack, unpack
-from coordinator.errors import CoordinatorError, PeerLost
+from coordinator.errors import CoordinatorError
 from coordinator.peers import Peer
 from coordinator.transport.tree import ChildListener, connect_to_parent
 from launcher import Credentials, NoMessage
@@ -23,7 +23,8 @@ class PeerConnector:
     """Connects this rank to all its peers. Errors name ranks as in the launch.
 
     address: of this host, by which the peers reach it. rank: its place among the peers.
-    name: of this set of connections, the same on all ranks. lost: the ranks that are known lost.
+    name: of this set of connections, the same on all ranks. check: raises CoordinatorError if a
+    peer will not come.
     """
 
     def __init__(
@@ -33,9 +34,9 @@ class PeerConnector:
         rank: int,
         peers: Sequence[Peer],
         name: str,
-        lost: Container[int] = (),
+        check: Callable[[], None],
     ) -> None:
-        self._address, self._credentials, self._lost = address, credentials, lost
+        self._address, self._credentials, self._check = address, credentials, check
         self._rank, self._peers, self._name = rank, peers, name
         self._connections: dict[int, Connection] = {}
 
@@ -78,21 +79,12 @@ class PeerConnector:
             for rank in range(self._rank):
                 purpose, peer = f"{self._purpose(rank)}/{self._rank}", self._peers[rank]
                 self._connections[rank] = connect_to_parent(
-                    addresses[rank], credentials, me, peer, purpose, deadline, self._check_alive
+                    addresses[rank], credentials, me, peer, purpose, deadline, self._check
                 )
-            self._connections.update(listener.wait(higher, deadline, self._check_alive))
+            self._connections.update(listener.wait(higher, deadline, self._check))
         except CoordinatorError as error:
             return str(error)
         except NoMessage:
             late = [str(self._peers[rank]) for rank in higher if rank not in listener.accepted]
             return f"{me} waited {timeout_s:g} s for {' and '.join(late)} to connect"
         return ""
-
-    def _check_alive(self) -> None:
-        peers = self._peers
-        dead = [str(peer) for peer in peers if peer.rank in self._lost or peer.is_known_dead()]
-        if dead:
-            raise PeerLost(
-                f"rank {self._me.rank} was connecting to its peers when {', '.join(dead)} exited. "
-                "Look at what they printed last."
-            )
