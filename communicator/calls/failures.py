@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from communicator import timings
-from coordinator import Coordinator, CoordinatorError, FailureReason, RankFailure
+from coordinator import Coordinator, CoordinatorError, FailureReason, Peer, RankFailure
 
 
 def lost_peers(coor: Coordinator, wait_s: float = 0.0) -> tuple[RankFailure, ...]:
@@ -20,7 +20,10 @@ def lost_peers(coor: Coordinator, wait_s: float = 0.0) -> tuple[RankFailure, ...
     try:
         failures = coor.failures(wait_s=wait_s)
     except CoordinatorError:
-        return _dead_processes(coor, wait_s)
+        deadline = time.monotonic() + wait_s
+        while not (dead := dead_peers(coor.peers)) and time.monotonic() < deadline:
+            time.sleep(timings.TIMINGS.exit_poll_s)
+        return dead
     return tuple(failure for failure in failures if _is_lost(failure))
 
 
@@ -30,17 +33,10 @@ def _is_lost(failure: RankFailure) -> bool:
     return failure.reason in (FailureReason.EXITED, FailureReason.REPORTED)
 
 
-def _dead_processes(coor: Coordinator, wait_s: float) -> tuple[RankFailure, ...]:
-    deadline = time.monotonic() + wait_s
-    while True:
-        failures = tuple(
-            RankFailure(rank, peer, FailureReason.EXITED)
-            for rank, peer in enumerate(coor.peers)
-            if peer.is_known_dead()
-        )
-        if failures or time.monotonic() >= deadline:
-            return failures
-        time.sleep(timings.TIMINGS.exit_poll_s)
+def dead_peers(peers: Sequence[Peer]) -> tuple[RankFailure, ...]:
+    """The peers whose process has ended, as far as that is visible from here."""
+    dead = [(rank, peer) for rank, peer in enumerate(peers) if peer.is_known_dead()]
+    return tuple(RankFailure(rank, peer, FailureReason.EXITED) for rank, peer in dead)
 
 
 def describe_lost(failures: Iterable[RankFailure]) -> str:

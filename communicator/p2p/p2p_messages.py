@@ -27,7 +27,7 @@ import torch
 
 from communicator.calls import call_check
 from communicator.calls.async_work import NO_TIMEOUT, AsyncWork
-from communicator.calls.failures import describe_lost
+from communicator.calls.failures import dead_peers, describe_lost
 from communicator.errors import CommunicatorError, PeerLost
 from communicator.p2p.flat_tensors import flattened
 from communicator.p2p.group_ranks import GroupRanks
@@ -83,16 +83,13 @@ class P2PGroup:
     def lost_error(self, rank: int, call: str, why: str) -> PeerLost:
         """The error of a call that another rank of the group has left alone."""
         peer = self.peers[rank]
-        reason = FailureReason.EXITED if peer.is_known_dead() else FailureReason.LEFT
-        dead = [
-            RankFailure(number, other, FailureReason.EXITED)
-            for number, other in enumerate(self.peers)
-            if number != rank and other.is_known_dead()
-        ]  # for which the peer may have left
+        dead = {failure.rank: failure for failure in dead_peers(self.peers)}
+        reason = FailureReason.EXITED if dead.pop(rank, None) else FailureReason.LEFT
+        others = dead.values()  # for which the peer may have left
         return PeerLost(
-            f"{self.rank_name()} lost {peer} in {call}: {why}.{describe_lost(dead)} Start all "
+            f"{self.rank_name()} lost {peer} in {call}: {why}.{describe_lost(others)} Start all "
             "ranks again, and look at what those printed last.",
-            (*dead, RankFailure(rank, peer, reason, text=why)),
+            (*others, RankFailure(rank, peer, reason, text=why)),
         )
 
 
