@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,7 +92,7 @@ class LiveMemory(torch_private.TorchDispatchMode):
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         made = [s for s in _storages(result) if s not in self._seen]
@@ -136,11 +136,7 @@ class MetaPass(TorchFunctionMode):
         self.num_calls, self.limit = 0, limit
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         self.num_calls += 1
         if self.num_calls > self.limit:

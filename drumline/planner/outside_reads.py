@@ -71,11 +71,7 @@ class _OutsideReads(MetaPass):
         stack.callback(module.register_forward_hook(leave).remove)
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if not self._depth and func not in PLAIN_FUNCTIONS:
             leaves = torch_private.tree_leaves((args, kwargs))
