@@ -67,11 +67,12 @@ ADAPTED = nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Multihead
 """Modules that peft can adapt, beside transformers' Conv1D; it refuses a target of another kind."""
 ALL_LINEAR = "all-linear"
 NOT_LITERAL = {*r".^$*+?{}[]\|()"}  # letters with a meaning in a pattern
-PIECE = r"\\[.dw]|\[\^?[\w.-]+\]|[\w.-]"
+PIECE = r"\\[.dw]|\[\^?[^\]\\[]+\]|[\w.-]"
 PATTERN_TOKEN = re.compile(
     rf"(?:{PIECE})(?P<repeat>[*+?]?)|(?P<group>\((?:\?:)?(?:{PIECE}|\|)*\))|[\^$]"
 )
 """Parts of a pattern of names: a letter or class, repeated or not; a choice of words; an anchor."""
+REPEATED_GROUP = re.compile(r"\)[*+]|\)\{\d*,\d*\}")
 MAX_PATTERN_CHARS = 1000
 MAX_MATCH_STEPS = 1_000_000_000
 """Of all patterns with all names, as they are counted here: about a second."""
@@ -336,6 +337,8 @@ class LoraAdapter:
                 raise FieldError(f"{name}={value!r:.60} is neither names nor a pattern")
             if isinstance(value, str) and len(value) <= MAX_PATTERN_CHARS:
                 _compiled(value)
+        if isinstance(targets, str) and REPEATED_GROUP.search(targets):
+            raise FieldError(f"target_modules={targets!r:.60} repeats a group, which may never end")
         if isinstance(excluded, str):
             self._count_steps("exclude_modules", [excluded])
         if saved is not None and not _is_list_of_names(saved):

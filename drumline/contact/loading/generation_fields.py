@@ -35,6 +35,10 @@ def _or_list_of(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return is_one_or_list
 
 
+def _is_decay(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+
+
 def _is_list(value: Any) -> bool:
     return isinstance(value, list)
 
@@ -69,6 +73,7 @@ GENERATION: Mapping[tuple[str, Callable[[Any], bool]], tuple[str, ...]] = {
         *("cache_implementation", "num_assistant_tokens_schedule", "speculation_type"),
     ),
     ("a text, or a list of them", _or_list_of(_is_text)): ("stop_strings",),
+    ("a list of two numbers", _is_decay): ("exponential_decay_length_penalty",),
     ("a list", _is_list): ("bad_words_ids", "force_words_ids", "constraints"),
 }
 """Kinds of values that fields of generation_config.json have, and the fields; null is none."""

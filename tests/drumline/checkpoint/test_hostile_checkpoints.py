@@ -631,6 +631,7 @@ GENERATION_FIELDS = [
     ("temperature", math.nan, "a finite number"),
     ("assistant_early_exit", "0", "an integer"),  # which cut the model itself
     ("stop_strings", [3], "a text, or a list"),
+    ("exponential_decay_length_penalty", {"0": 1}, "a list of two numbers"),
 ]
 
 

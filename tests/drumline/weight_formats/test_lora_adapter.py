@@ -298,6 +298,8 @@ LIES = [
     ({"target_modules": "("}, "'\\(' is not a pattern"),
     ({"target_modules": ".*"}, r"name the model \(LlamaForCausalLM\), which has no update"),
     ({"target_modules": ["q_proj", "v_proj", "mlp"]}, r"name model.layers.0.mlp \(LlamaMLP\)"),
+    ({"target_modules": "['q_proj', 'v_proj']"}, "which its target_modules do not name"),
+    ({"target_modules": "(q|v)*_proj"}, "repeats a group"),
     ({"task_type": math.nan}, "task_type=nan is none of peft's"),
     ({"modules_to_save": 7}, "modules_to_save=7 is not a list"),
     ({"modules_to_save": ["lm_head"]}, "has not lm_head.weight, which its modules_to_save name"),
