@@ -64,6 +64,10 @@ STEPS = {
         ["benchmarks.model"],
         ["--ranks", "1", "2", "--repeats", "1", "--layers", "2", "--hidden", "96"],
     ),
+    "big": (
+        ["benchmarks.big"],
+        ["--limit", "0", "--layers", "4", "--hidden", "256", "--prompt", "16", "--new", "4"],
+    ),
     "serve": (
         ["benchmarks.serve"],
         ["--tiny", "--repeats", "1", "--clients", "2", "--new-tokens", "4", *SHORT_PROMPTS],

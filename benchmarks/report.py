@@ -62,9 +62,9 @@ SECTIONS = (
     Section(
         "inference",
         "One model over ranks",
-        ("inference*", "model", "serve*"),
+        ("inference*", "model", "big", "serve*"),
         ("model",),
-        "inference nano-engine model serve",
+        "inference nano-engine model big serve",
     ),
     Section("loading", "Loading sharded checkpoints", ("nd_loading",), (), "nd_loading"),
     Section("compiling", "Compiling once for all ranks", ("compile_once-*",), (), "compile_once"),

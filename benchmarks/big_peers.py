@@ -1,0 +1,82 @@
+"""A model on a host of benchmarks.big: of a rank of drumline, and of peers alone."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import drumline
+from coordinator import Coordinator
+from drumline.cli.bench import measure
+from tests.network_hosts import INTERFACE
+
+REPEATS = 3
+OFFLOADED = 0.65  # of a host's memory for weights: the rest is what Accelerate needs to load
+
+
+def be_rank(folder: str, options: Namespace) -> dict[str, Any]:
+    """Load as a rank; the first one measures."""
+    with Coordinator(timeout_s=300) as coor:
+        places = [(rank, "cpu") for rank in range(coor.world_size)]
+        speeds = drumline.measure_speeds(coor, places, torch.bfloat16)
+        memory = [options.limit] * coor.world_size
+        begun = time.perf_counter()
+        try:
+            model = drumline.load(folder, "balanced", coor, max_memory=memory)
+        except drumline.WorkerExit:
+            return {}
+        with model:
+            row = measured(model, options, begun)
+    row["bandwidth"] = [speeds.places[place].nbytes for place in places]
+    row["flops"] = max(speeds.places[place].flops for place in places)
+    row["hop_s"] = max(link.latency_s for link in speeds.links.values())
+    return row
+
+
+def be_alone(folder: str, options: Namespace, **away: Any) -> dict[str, Any]:
+    """Load as transformers does, from pages of the files."""
+    begun = time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(folder, **away).eval()
+    return measured(model, options, begun)
+
+
+def be_offloaded(folder: str, options: Namespace) -> dict[str, Any]:
+    """Load as Accelerate does, with the rest on the disk."""
+    memory = {"cpu": int(OFFLOADED * options.limit)}
+    with tempfile.TemporaryDirectory() as disk:
+        return be_alone(folder, options, device_map="auto", max_memory=memory, offload_folder=disk)
+
+
+@torch.inference_mode()
+def measured(model: Any, options: Namespace, begun: float) -> dict[str, Any]:
+    """Seconds to load, of the first token the first time and later, and of each other token."""
+    load_s = time.perf_counter() - begun
+    torch.manual_seed(0)
+    prompt = torch.randint(1, model.config.vocab_size, (1, options.prompt))
+    first = measure(model, prompt, 2)
+    before = sent_nbytes()
+    timings = [measure(model, prompt, options.new) for _ in range(REPEATS)]
+    passes = REPEATS * (options.new + 1)
+    return {
+        "load_s": load_s,
+        "coldest_s": first.first_token_s,
+        "first_s": sorted(timing.first_token_s for timing in timings)[REPEATS // 2],
+        "token_s": sorted(timing.decode_s for timing in timings)[REPEATS // 2] / (options.new - 1),
+        "nbytes_a_pass": (sent_nbytes() - before) / passes,
+        "tokens": model.generate(prompt, max_new_tokens=options.new, do_sample=False).tolist(),
+    }
+
+
+def sent_nbytes() -> int:
+    """What this host's interface has sent so far, by proc(5); 0 for a host without one."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, fields = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(fields.split()[8])
+    return 0
