@@ -94,11 +94,14 @@ soak: $(VENV)/ready
 SANITIZED := build/sanitize
 SANITIZED_TESTS ?= tests/communicator/native/test_odd_tensors.py tests/communicator/backends/test_shm.py \
     tests/communicator/backends/test_shm_empty.py tests/communicator/backends/test_tcp.py \
-    tests/coordinator/test_operations.py tests/coordinator/control/test_encryption.py
+    tests/communicator/p2p tests/coordinator/test_operations.py \
+    tests/coordinator/control/test_encryption.py
 SANITIZERS_address := address,undefined
 SANITIZERS_thread := thread
 PRELOADED_address := libasan.so libstdc++.so
 PRELOADED_thread := libtsan.so libstdc++.so
+MARK_address := asan
+MARK_thread := tsan
 .PHONY: sanitize sanitize-address sanitize-thread
 sanitize: sanitize-address sanitize-thread
 sanitize-address sanitize-thread: sanitize-%: .venv/ready
@@ -106,8 +109,11 @@ sanitize-address sanitize-thread: sanitize-%: .venv/ready
 	@rm -rf $(SANITIZED)/$* && mkdir -p $(SANITIZED)/$*
 	@cp -r $(LAYERS) csrc tests examples setup.py pyproject.toml README.md $(SANITIZED)/$*
 	@find $(SANITIZED)/$* -name '*.so' -delete
-	@cd $(SANITIZED)/$* && CFLAGS="-fsanitize=$(SANITIZERS_$*) -fno-omit-frame-pointer" \
-	  LDFLAGS="-fsanitize=$(SANITIZERS_$*)" $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
+	@cd $(SANITIZED)/$* && export CFLAGS="-fsanitize=$(SANITIZERS_$*) -fno-omit-frame-pointer" && \
+	  CXXFLAGS="$$CFLAGS" LDFLAGS="-fsanitize=$(SANITIZERS_$*)" \
+	  $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
+	@nm -D $(SANITIZED)/$*/communicator/backends/_shm.abi3.so | grep -q "__$(MARK_$*)_" \
+	  || { echo "the native parts were built without -fsanitize=$(SANITIZERS_$*)"; exit 1; }
 	@echo "== running $(SANITIZED_TESTS)"
 	@cd $(SANITIZED)/$* && OMP_NUM_THREADS=1 \
 	  LD_PRELOAD="$(foreach name,$(PRELOADED_$*),$$($(or $(CC),gcc) -print-file-name=$(name)))" \

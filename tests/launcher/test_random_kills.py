@@ -25,7 +25,8 @@ from tests.launcher.conftest import CommandLine
 LAUNCHES = int(os.environ.get("SOAK_LAUNCHES", "1000"))
 FIRST_SEED = int(os.environ.get("SOAK_SEED", "3"))
 SIDE_BY_SIDE = int(os.environ.get("SOAK_SIDE_BY_SIDE", "8"))  # a launch mostly waits
-TIMEOUT_S = 15  # of the launch: what waits for a suspended process ends then
+# Of the launch: what waits for a suspended process ends then. Longer where that of the start is.
+TIMEOUT_S = int(os.environ.get("SOAK_TIMEOUT", "15"))
 GONE_S = 15.0  # after the command has ended
 DEADLINE_S = 60.0  # for the command to end, on a machine that does many other things
 SIGNALS = {
@@ -85,7 +86,7 @@ class Launch:
     """One launch, and the signal that it gets at a random moment; all by the seed."""
 
     def __init__(self, command, seed):
-        self.command, self.pick = command, random.Random(seed)
+        self.command, self.pick, self.start_s = command, random.Random(seed), time.monotonic()
         self.launcher = "multiprocessing" if seed < 3 else choice(self.pick, LAUNCHERS)
         self.signal, self.moment = choice(self.pick, SIGNALS), choice(self.pick, MOMENTS)
         self.temporary = command.folder / "tmp"
@@ -110,6 +111,7 @@ class Launch:
         if self.is_launcher and self.signal == "STOP":
             self.signal = "STOP and CONT"  # nobody else could end it
         self.what += f" to {'the launcher' if self.is_launcher else repr(self.name)}"
+        self.what += f" after {time.monotonic() - self.start_s:.1f} s"
         send(self.victim, self.signal)
 
     def complaints(self):
