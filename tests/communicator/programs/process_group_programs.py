@@ -313,9 +313,18 @@ def a_peer_that_dies_is_named_where_it_is_waited_for():
     try:
         work.wait()
     except PeerLost as error:
-        assert "rank 1" in str(error) and isinstance(work.exception(), PeerLost)
+        assert "rank 1" in str(error) and isinstance(_exception_of(work, error), PeerLost)
         os._exit(0)
     raise AssertionError("nobody noticed")
+
+
+def _exception_of(work, error):
+    """What torch says of a failed work; 2.11 cannot say it of gloo's either, so the error then."""
+    try:
+        return work.exception()
+    except TypeError:
+        assert torch.__version__.startswith("2.11.")
+        return error
 
 
 @program(3)
