@@ -146,7 +146,7 @@ def _matches(module: str, names: Any, otherwise: bool = False) -> bool:
 
 
 def _is_list_of_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return isinstance(value, list) and all(isinstance(name, str) and name for name in value)
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

@@ -302,6 +302,7 @@ LIES = [
     ({"target_modules": "(q|v)*_proj"}, "repeats a group"),
     ({"task_type": math.nan}, "task_type=nan is none of peft's"),
     ({"modules_to_save": 7}, "modules_to_save=7 is not a list"),
+    ({"modules_to_save": [""]}, "modules_to_save=.* is not a list of names"),
     ({"modules_to_save": ["lm_head"]}, "has not lm_head.weight, which its modules_to_save name"),
     ({"exclude_modules": 3}, "exclude_modules=3 is neither"),
     ({"exclude_modules": "((a+)+)+!"}, "not a plain pattern"),
