@@ -187,8 +187,12 @@ def estimate_tensor_parallel(
 
 
 def part_time_s(part: ModulePart, speed: DeviceSpeed, step: PassShape) -> float:
-    """Seconds that one pass spends on a part of the model."""
-    operations = 2 * step.batch * part.read_nbytes / step.itemsize
+    """Seconds that one pass spends on a part of the model.
+
+    Each token of the batch is multiplied with all weights, and with its own part of the cache.
+    """
+    weights_nbytes = part.read_nbytes - part.kept_nbytes
+    operations = 2 * (step.batch * weights_nbytes + part.kept_nbytes) / step.itemsize
     return max(part.read_nbytes / speed.nbytes, operations / speed.flops)
 
 

@@ -7,6 +7,7 @@ print(plan(model, {(0, "cpu"): 20, (1, "cpu"): 20}))
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -29,6 +30,7 @@ from drumline.planner.cost_model import (
     equalize_similar_devices,
     estimate,
     part_time_s,
+    uniform_speeds,
 )
 from drumline.planner.user_map import complete_user_map
 
@@ -62,12 +64,13 @@ def plan(
 
     "auto" and "balanced" fill every place to the same fraction of its memory; but "auto", where
     `speeds` says that some are slower by UNEVEN, lets a token take the shortest time for which no
-    place is filled beyond FULL, or beyond that fraction. "sequential" fills one after the other;
-    "fastest" gives the most tokens a second at these `speeds`, for passes such as `step`, and may
-    leave slow places empty; a mapping of module names (or prefixes) to a place or rank is checked
-    and completed. Layers stay contiguous; the parts around them go to the first place, where
-    generate() runs, if they fit (a head elsewhere sends a vocabulary back per token), otherwise to
-    the last one.
+    place is filled beyond FULL, or beyond that fraction. Places of one speed and kind work on
+    different parts of a `step` with a batch at once, so there it gives them equal work in the same
+    way. "sequential" fills one after the other; "fastest" gives the most tokens a second at these
+    `speeds`, for passes such as `step`, and may leave slow places empty; a mapping of module names
+    (or prefixes) to a place or rank is checked and completed. Layers stay contiguous; the parts
+    around them go to the first place, where generate() runs, if they fit (a head elsewhere sends a
+    vocabulary back per token), otherwise to the last one.
 
     The CPU of a rank that has an accelerator, and "disk", are used only if the model does not fit
     without; then memory for two layers is kept free where they run: one at work, one on its way.
@@ -89,8 +92,7 @@ def plan(
         return planner.fastest(speeds or DeviceSpeeds({}), step or PassShape())
     for deepest in sorted(set(levels.values())):
         planner = _Planner(model, free_nbytes, levels, deepest)
-        weighed = speeds if device_map == "auto" else None
-        complete_map = planner.plan(device_map == "sequential", weighed, step or PassShape())
+        complete_map = planner.plan(device_map, speeds, step or PassShape())
         if complete_map is not None:
             return complete_map
     raise planner.impossible()
@@ -117,18 +119,27 @@ class _Planner:
         self.groups = _contiguous_groups(model)
         self.pinned: dict[str, Place] = {}
 
-    def plan(
-        self, sequential: bool, speeds: DeviceSpeeds | None, step: PassShape
-    ) -> DeviceMap | None:
+    def plan(self, kind: str, speeds: DeviceSpeeds | None, step: PassShape) -> DeviceMap | None:
         """None if the model does not fit."""
         placed = self._fill_somehow()
         if placed is None:
             return None
-        if sequential:
+        if kind == "sequential":
             return self._map(placed)
         fraction, placed = self._lowest_fill(placed)
-        uneven = self._uneven(speeds)
-        return self._weighed(fraction, uneven, step) if uneven else self._map(placed)
+        if kind != "auto":
+            return self._map(placed)
+        if uneven := self._uneven(speeds):
+            read_nbytes = {place: int(speed.nbytes) for place, speed in uneven.places.items()}
+            weighed_map = self._weighed(fraction, uneven, step)
+            return replace(weighed_map, read_nbytes_a_second=read_nbytes)
+        if step.batch > 1 and self._is_of_one_kind():
+            even = uniform_speeds(self.order, nbytes=math.inf, flops=1.0)
+            return self._weighed(fraction, even, replace(step, streams=len(self.order)))
+        return self._map(placed)
+
+    def _is_of_one_kind(self) -> bool:
+        return not self.deepest and len({device.partition(":")[0] for _, device in self.order}) == 1
 
     def _uneven(self, speeds: DeviceSpeeds | None) -> DeviceSpeeds | None:
         """The speeds of all places, without those of links, if these are not much the same."""
@@ -139,7 +150,7 @@ class _Planner:
         return None if is_even or self.deepest else DeviceSpeeds(evened)
 
     def _weighed(self, lowest: float, speeds: DeviceSpeeds, step: PassShape) -> DeviceMap:
-        """The map with the shortest token, and the least filled of those that are nearly as good.
+        """The map with the most tokens a second, the least filled of those that are nearly as good.
 
         lowest: the fraction of all places that the model fills at least.
         """
@@ -148,19 +159,19 @@ class _Planner:
             placed = self._quickest(speeds, step, fraction)
             assert placed is not None, "it fits at the lowest fraction, and at any above"
             device_map = self._map(placed)
-            return estimate(self.model, device_map, speeds, step).pass_s, device_map
+            estimated = estimate(self.model, device_map, speeds, step)
+            return step.batch / estimated.tokens_a_second, device_map
 
         low, high = lowest, max(lowest, FULL)
         shortest_s, device_map = at(high)
         for _ in range(FILL_BISECTIONS):
             middle = (low + high) / 2
-            pass_s, attempt = at(middle)
-            if pass_s <= SLACK * shortest_s:
+            batch_s, attempt = at(middle)
+            if batch_s <= SLACK * shortest_s:
                 high, device_map = middle, attempt
             else:
                 low = middle
-        read_nbytes = {place: int(speed.nbytes) for place, speed in speeds.places.items()}
-        return replace(device_map, read_nbytes_a_second=read_nbytes)
+        return device_map
 
     def fastest(self, speeds: DeviceSpeeds, step: PassShape) -> DeviceMap:
         if self._fill_somehow() is None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from drumline import DeviceMap, ModelProfile, ModulePart, PlanError, plan
 from drumline.core.device_map import abbreviate_names
-from drumline.planner.cost_model import DeviceSpeed, DeviceSpeeds, estimate
+from drumline.planner.cost_model import DeviceSpeed, DeviceSpeeds, PassShape, estimate
 from drumline.planner.measure import equalize_similar_devices
 from drumline.planner.memory import limit_memory, nbytes
 from drumline.planner.plan import SLACK, UNEVEN
@@ -115,6 +115,18 @@ def layers_by_rank(chosen: DeviceMap) -> list[int]:
 def test_auto_fills_every_rank_to_the_same_part_of_its_memory():
     free_nbytes = {(0, "cpu"): 600, (1, "cpu"): 600, (2, "cpu"): 1200}
     assert layers_by_rank(plan(LLAMA, free_nbytes)) == [1, 2, 5]
+
+
+def test_places_that_work_on_a_batch_at_once_get_equal_work_where_that_fits():
+    """A server's cache weighs more than its layers, so rank 0 had half of them and the head too."""
+    layers = tuple(ModulePart(f"model.layers.{i}", 100, kept_nbytes=90) for i in range(30))
+    model = ModelProfile(layers, (ModulePart("lm_head", 80),))
+    roomy, step = {(0, "cpu"): 9000, (1, "cpu"): 9000}, PassShape(batch=32)
+    assert layers_by_rank(plan(model, roomy, step=step)) == [12, 18]
+    assert layers_by_rank(plan(model, roomy, "balanced", step=step)) == [15, 15]
+    assert layers_by_rank(plan(model, roomy)) == [15, 15]  # one token is at one place at a time
+    tight = {(0, "cpu"): 1700, (1, "cpu"): 1800}
+    assert layers_by_rank(plan(model, tight, step=step)) == [14, 16]
 
 
 @pytest.mark.parametrize("factors", [[1.0, 1.0, 1.0], [0.7, 1.0, 0.9], [1.0, 0.61, 0.61]])
