@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import select
 import selectors
 import signal
 import socket
@@ -150,6 +151,23 @@ class Supervisor:
             summary = rank.failure(self.began_s).summary()
             self.output.notice(f"{summary}, and the other ranks go on without it")
 
+    def _read_earlier_deaths(self) -> None:
+        """Read of the ranks that are dead by now, though the fork server may be late to tell.
+
+        A rank that another waited for fails for its death, and comes after it.
+        """
+        until_s = time.monotonic() + timings.TIMINGS.reap_lag_s
+        while not self.is_ending and self.server_lives and self._has_unread_death():
+            left_s = until_s - time.monotonic()
+            if left_s <= 0 or not select.select([self.pipes.reports], [], [], left_s)[0]:
+                break
+            self._read(self.pipes.reports)
+
+    def _has_unread_death(self) -> bool:
+        started = [rank.pid for rank in self.ranks if rank.pid and rank.is_running]
+        stats = map(linux.process_stat, started)
+        return any(stat is None or not stat.is_alive for stat in stats)
+
     def _is_outlived(self, rank: LaunchedRank) -> bool:
         """True if another rank goes on. It may have said so just before, so that is read first."""
         if not self.is_ending:
@@ -210,6 +228,7 @@ class Supervisor:
         rank.record = record
         if "failure" in record:
             self.output.log(rank.info.rank, record["failure"]["traceback"])
+            self._read_earlier_deaths()
             self._on_failure(rank)
 
     def _on_server_report(self, line: bytes) -> None:

@@ -6,10 +6,12 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 import launcher
+from launcher.system import linux
 
 FOREVER_S = 120  # longer than any test may take
 
@@ -18,7 +20,7 @@ FOREVER_S = 120  # longer than any test may take
 def importable(monkeypatch):
     """The functions of this file, for ranks that import them."""
     monkeypatch.syspath_prepend(os.path.dirname(__file__))
-    for work in (rank_and, sleep_on_rank_0):
+    for work in (rank_and, sleep_on_rank_0, die_untold_on_rank_1):
         monkeypatch.setattr(work, "__module__", "test_launch_handle")
 
 
@@ -94,6 +96,38 @@ def test_the_first_death_is_reported_while_the_launch_goes_on(tmp_path):
         (1, pids[1], signal.SIGKILL)
     ]
     assert launch.poll() == 128 + signal.SIGKILL and not any(map(is_alive, pids))
+
+
+def die_untold_on_rank_1(folder):
+    """Rank 1 dies while the fork server is suspended; rank 0 fails once it sees that."""
+    pid_file, seen = Path(folder) / "pid", Path(folder) / "seen"
+    if launcher.current().rank == 1:
+        server = os.getppid()
+        (pid_file.with_suffix(".part")).write_text(f"{os.getpid()} {server}")
+        pid_file.with_suffix(".part").rename(pid_file)
+        os.kill(server, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGKILL)
+    while (
+        not pid_file.exists() or linux.process_stat(int(pid_file.read_text().split()[0])).is_alive
+    ):
+        time.sleep(0.01)
+    seen.touch()
+    raise ConnectionError("rank 1 is gone")
+
+
+def test_a_rank_that_fails_for_the_death_of_another_comes_after_it(tmp_path):
+    """The fork server told of the death later than the survivor of its error, which was named."""
+    failures = []
+    launch = launcher.start(
+        die_untold_on_rank_1, 2, args=(str(tmp_path),), on_failure=failures.append
+    )
+    while not (tmp_path / "seen").exists():
+        time.sleep(0.01)
+    time.sleep(0.05)  # now rank 0's error is there, and the death is not told
+    os.kill(int((tmp_path / "pid").read_text().split()[1]), signal.SIGCONT)
+    with pytest.raises(launcher.LaunchError, match=r"rank 1 .*SIGKILL"):
+        launch.wait()
+    assert [failure.rank for failure in failures] == [1]
 
 
 def test_a_launch_is_stopped_from_any_thread(tmp_path):
