@@ -124,8 +124,8 @@ class PlanExecutor:
     """Executes a plan on one rank, block by block; every rank takes its blocks in one order.
 
     That order rules out deadlock: of all sends and receives not done, the first in the plan is the
-    next one on both of its ranks. On a thread, the block after the one that is sent is read, and
-    the one before that which is received is kept.
+    next one on both of its ranks. Where there are several, one thread alone reads, the block after
+    the one that is sent, and keeps the one before that which is received.
 
     comm: to the other ranks of the plan. cache: of what comes from another machine.
     """
@@ -170,7 +170,7 @@ class PlanExecutor:
                 scratch = self.scratch[number % 2]
                 if src is not None:
                     fetch: Fetch = partial(self._receive, block, src, scratch)
-                elif dst is None:
+                elif self.comm is None:
                     fetch = partial(self._read, block, scratch)
                 else:
                     fetch = thread.submit(self._read, block, scratch).result
@@ -179,6 +179,7 @@ class PlanExecutor:
                     self._pass_on(*pending.pop(0))
             for last in pending:
                 self._pass_on(*last)
+            self._wait_until_kept()
 
     def _pass_on(self, block: Transfer, dst: int | None, fetch: Fetch) -> None:
         """Take a block from the file or from another rank, to the shard here and to rank `dst`."""
@@ -240,11 +241,14 @@ class PlanExecutor:
         buffer = self._buffer(block, scratch)
         self.comm.recv(_as_bytes(buffer), src)
         self.stats.nbytes_received += buffer.nbytes
-        if self.keeping is not None:  # one at a time: its scratch is that of the next block
-            self.keeping.result()
+        self._wait_until_kept()  # one at a time: its scratch is that of the next block
         if self.cache is not None and self.thread is not None and (key := self._key(block)):
             self.keeping = self.thread.submit(self.cache.write, key, _as_memory(buffer))
         return buffer
+
+    def _wait_until_kept(self) -> None:
+        if self.keeping is not None:
+            self.keeping.result()
 
     def _key(self, block: Transfer) -> str:
         """The name of a block in the cache; none for what is computed, as from settings of a model.
@@ -266,7 +270,7 @@ def _open_cache(identity: str, name: str) -> Iterator[CachedWeights | None]:
         cache = None
         try:
             cache = stack.enter_context(WeightCache().open(identity, name))
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
             log.warning("weights that are received are not kept: %s", error)
         yield cache
 

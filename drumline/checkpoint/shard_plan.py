@@ -183,12 +183,13 @@ class LoadPlan:
     ) -> Iterator[tuple[Transfer, int | None, int | None]]:
         """The transfers through `rank`, in order, each with its previous and next rank.
 
-        kept_by_rank: the numbers of transfers that each rank has already.
+        kept_by_rank: the numbers of transfers that each rank has already. What all its owners have
+        passes no rank.
         """
         kept = [frozenset(numbers) for numbers in kept_by_rank]
         for number, transfer in enumerate(self.transfers):
             route = [rank for rank in transfer.route if not kept or number not in kept[rank]]
-            if rank in route:
+            if rank in route and (len(route) > 1 or rank in dict(transfer.owners)):
                 at = route.index(rank)
                 src = route[at - 1] if at else None
                 dst = route[at + 1] if at + 1 < len(route) else None

@@ -93,7 +93,7 @@ class WeightCache:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = _lock_shared(folder)
         try:
-            (folder / ABOUT).write_text(name)
+            (folder / ABOUT).write_bytes(name.encode(errors="backslashreplace"))
             yield CachedWeights(self, folder)
         finally:
             os.close(lock)
@@ -154,14 +154,14 @@ class CachedWeights:
 
 
 def _lock_shared(folder: Path) -> int:
-    """A descriptor with the lock of a checkpoint that is to be read or written; makes the folder.
+    """The open lock of a checkpoint, shared with others that read and write it; makes the folder.
 
-    Where nobody else has it, what a killed process left unfinished is deleted.
+    Where no other process has it, what a killed one left unfinished is deleted.
     """
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # deleted since
-            lock = _open_lock(folder)
+            lock = _open_lock(folder, os.O_CREAT)
             if _is_free(lock):
                 for file in folder.glob(f"*{UNFINISHED}"):
                     file.unlink()
@@ -172,8 +172,8 @@ def _lock_shared(folder: Path) -> int:
             os.close(lock)
 
 
-def _open_lock(folder: Path) -> int:
-    return os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _open_lock(folder: Path, flags: int = 0) -> int:
+    return os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
 
 
 def _is_free(lock: int) -> bool:
@@ -196,17 +196,32 @@ def _is_of(folder: Path, lock: int) -> bool:
 def _describe(folder: Path) -> CachedCheckpoint | None:
     """The checkpoint in a folder; None if another process deletes it meanwhile."""
     with contextlib.suppress(FileNotFoundError), _lock_of(folder) as lock:
-        nbytes = sum(file.stat().st_size for file in os.scandir(folder))
+        nbytes = sum(map(_nbytes, folder.iterdir()))
         last_used = os.fstat(lock).st_mtime
         return CachedCheckpoint(folder, _name(folder), nbytes, last_used, not _is_free(lock))
     return None
 
 
+def _nbytes(file: Path) -> int:
+    """The size of a file; 0 if it was renamed or deleted meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        return file.stat().st_size
+    return 0
+
+
 def _delete(folder: Path) -> bool:
-    """Delete a checkpoint, unless a process is loading from it."""
+    """Delete a checkpoint, unless a process is loading from it.
+
+    The lock goes last: whoever makes another one in the folder finds nothing that will be deleted.
+    """
     with contextlib.suppress(FileNotFoundError), _lock_of(folder) as lock:
-        if _is_free(lock):
-            shutil.rmtree(folder)
+        if _is_free(lock) and _is_of(folder, lock):
+            for file in folder.iterdir():
+                if file.name != LOCK:
+                    file.unlink()
+            (folder / LOCK).unlink()
+            with contextlib.suppress(OSError):  # another lock is in it
+                folder.rmdir()
             return True
     return False
 
@@ -224,7 +239,7 @@ def _lock_of(folder: Path) -> Iterator[int]:
 def _name(folder: Path) -> str:
     """The name that was written beside a checkpoint; none if that was cut short."""
     with contextlib.suppress(OSError, ValueError):
-        return (folder / ABOUT).read_text()
+        return (folder / ABOUT).read_bytes().decode()
     return ""
 
 

@@ -1,6 +1,9 @@
 """Weights from another machine are kept: sent once, bounded, and never used if damaged."""
 
+import contextlib
+import itertools
 import os
+import pwd
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +18,7 @@ from coordinator import Coordinator
 from drumline.checkpoint import plan_executor
 from drumline.checkpoint.disk_cache import weight_cache
 from drumline.checkpoint.disk_cache.weight_cache import WeightCache
+from drumline.checkpoint.safetensors_index import TensorReader
 from drumline.cli import main
 from launcher import user_cache_folder
 
@@ -93,6 +97,46 @@ def test_a_second_start_sends_names_only(ranks, checkpoint, monkeypatch):
     sent = sum(stats.nbytes_sent for _, stats in second) + traffic.nbytes
     assert 0 < sent < 0.01 * 2 * share
     assert_equal(first + second)
+
+
+def test_what_all_owners_have_kept_is_not_read_again(ranks, checkpoint):
+    """A second start read all layers of other machines from the disk, for nobody."""
+    only = {f"layers.{number}.weight": {"pp": int(number > 1)} for number in range(6)}
+    options = {"mesh": {"pp": 2}, "only": only}
+    shares = [number * SIZE * SIZE * 4 for number in (2, 4)]
+    first = loaded(ranks, checkpoint, (1, 1), **options)
+    second = loaded(ranks, checkpoint, (1, 1), **options)
+    assert [found[0][1].nbytes_read for found in (first, second)] == [sum(shares), shares[0]]
+    assert second[1][1].nbytes_kept == shares[1]
+
+
+def test_blocks_for_here_and_for_others_are_read_one_after_another(ranks, checkpoint, monkeypatch):
+    """A rank read its own block while a thread read the next: of GGUF, a tensor that the reader had
+    computed was replaced by another before it was taken, a KeyError."""
+    is_read, inner = threading.Lock(), TensorReader.read
+
+    def read(*arguments):
+        assert is_read.acquire(blocking=False), "two threads read"
+        threading.Event().wait(0.01)
+        inner(*arguments)
+        is_read.release()
+
+    monkeypatch.setattr(TensorReader, "read", read)
+    only = {f"layers.{number}.weight": {"pp": number // 2 % 2} for number in range(6)}
+    loaded(ranks, checkpoint, (1, 1), mesh={"pp": 2}, only=only)
+
+
+def test_an_error_while_the_last_block_is_kept_is_raised(ranks_or_errors, checkpoint, monkeypatch):
+    numbers, inner = itertools.count(1), weight_cache.CachedWeights.write
+
+    def write(*arguments):
+        if next(numbers) == 18:
+            raise ZeroDivisionError
+        inner(*arguments)
+
+    monkeypatch.setattr(weight_cache.CachedWeights, "write", write)
+    errors = loaded(ranks_or_errors, checkpoint, (1, 1))
+    assert isinstance(errors[1], ZeroDivisionError)
 
 
 def test_what_arrived_before_a_cut_is_not_sent_again(
@@ -180,6 +224,15 @@ def test_a_folder_that_cannot_be_written_is_a_line_and_no_error(
     assert_equal(found)
 
 
+def test_a_user_without_a_home_loads_and_keeps_nothing(ranks, checkpoint, monkeypatch, caplog):
+    """The RuntimeError of pathlib ended the load."""
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # a KeyError, as of an unknown user
+    found = loaded(ranks, checkpoint, (1, 1))
+    assert found[1][1].nbytes_received and "are not kept" in caplog.text
+
+
 def block(number=0, nbytes=1000):
     return memoryview(bytes([number]) * nbytes)
 
@@ -221,6 +274,52 @@ def test_a_writer_that_was_killed_in_the_middle_leaves_nothing(tmp_path, monkeyp
     assert {file.name for file in (tmp_path / "a").iterdir()} == {"lock", "name"}
 
 
+def test_a_checkpoint_that_is_opened_while_it_is_deleted_keeps_what_is_written(
+    tmp_path, monkeypatch
+):
+    """Its lock went before its blocks, so a process that made another lost them, and the deletion
+    ended with "Directory not empty"."""
+    cache, remove = WeightCache(tmp_path), os.rmdir
+    assert not is_kept(cache, "a")
+    with contextlib.ExitStack() as stack:
+
+        def rmdir(folder, **options):
+            stack.enter_context(cache.open("a", "")).write("k", block())
+            remove(folder, **options)
+
+        monkeypatch.setattr(os, "rmdir", rmdir)
+        cache.clear()
+    assert is_kept(cache, "a")
+
+
+def test_a_checkpoint_that_was_deleted_and_made_again_is_not_deleted_by_its_old_lock(
+    tmp_path, monkeypatch
+):
+    """Of two that deleted one at once, the slower deleted what a third process had in use."""
+    cache, is_free = WeightCache(tmp_path), weight_cache._is_free
+    assert not is_kept(cache, "a")
+    with contextlib.ExitStack() as stack:
+
+        def is_free_later(lock):
+            monkeypatch.setattr(weight_cache, "_is_free", is_free)
+            cache.clear()
+            stack.enter_context(cache.open("a", ""))
+            return is_free(lock)
+
+        monkeypatch.setattr(weight_cache, "_is_free", is_free_later)
+        assert not weight_cache._delete(tmp_path / "a")
+        assert [checkpoint.is_in_use for checkpoint in cache.checkpoints()] == [True]
+
+
+def test_a_block_that_is_finished_while_it_is_counted_hides_no_others(tmp_path):
+    """A checkpoint was left out of the sum if another process renamed a file of it meanwhile."""
+    cache = WeightCache(tmp_path)
+    with cache.open("a", "") as kept:
+        kept.write("k", block())
+        (tmp_path / "a" / "1.part").symlink_to("renamed meanwhile")
+        assert [checkpoint.nbytes > 1000 for checkpoint in cache.checkpoints()] == [True]
+
+
 def test_many_write_read_and_clear_at_once(tmp_path):
     cache, wrong = WeightCache(tmp_path), []
 
@@ -255,9 +354,9 @@ def test_a_relative_cache_home_is_ignored(monkeypatch):
 
 
 def test_the_command_lists_and_clears(own_cache, capsys):
-    with WeightCache().open("a", "one:/models/llama") as kept:
+    with WeightCache().open("a", "one:/models/\udcff") as kept:  # a name of other bytes
         kept.write("k", block())
         assert main(["cache"]) == 0
-    assert "one:/models/llama, in use now\n1.0 KiB of at most 64.0 GiB" in capsys.readouterr().out
+    assert "one:/models/\\udcff, in use now\n1.0 KiB of at most 64.0 GiB" in capsys.readouterr().out
     assert main(["cache", "--clear"]) == 0
     assert capsys.readouterr().out.startswith("1.0 KiB deleted\n0 B of at most 64.0 GiB")
