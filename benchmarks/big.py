@@ -4,7 +4,8 @@
     python -m benchmarks.big --layers 4 --hidden 256 --limit 0 --rates 1gbit
 
 Hosts are network namespaces of this machine: memory is limited by cgroups, links by tc. Needs root
-and iproute2. Of llama.cpp, built with GGML_RPC=ON, the programs ggml-rpc-server and llama-bench.
+and iproute2. Of llama.cpp, built with GGML_RPC=ON, the programs ggml-rpc-server (rpc-server in
+older ones) and llama-bench.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
+import time
 import traceback
 import uuid
 from argparse import Namespace
@@ -37,6 +40,8 @@ from launcher import LaunchInfo
 from tests.network_hosts import NetworkHosts
 
 ALONE_S = 1500  # for a peer whose pages thrash
+LISTENING_S = 30
+RPC_PORT = 50052
 OURS, ALONE, OFFLOAD = "drumline", "transformers, mapped", "Accelerate, disk offload"
 RPC = "llama.cpp RPC"
 SENT = f"{OURS}, files on one host"
@@ -48,7 +53,8 @@ COLUMNS = (
 )
 NOTE = (
     "bfloat16, a thread a rank, batch 1, greedy; medians of 3. Alone a peer is on the first host. "
-    "right: the tokens of transformers. bytes a pass: what the first host sent, prompts included. "
+    "right: the tokens of transformers; or why nothing was measured. bytes a pass: what the first "
+    "host sent, prompts included. "
     "peak: of the fullest host, pages of files included. plan: what `drumline plan` says for the "
     "rate of the links and for measured memory, processor and delay, over what was measured. "
     "ratio: tokens/s over those of llama.cpp RPC, or of transformers where that is not built."
@@ -75,7 +81,7 @@ def main() -> None:
         nbytes = new_model(folder, options.layers, options.hidden)
         for rate in options.rates:
             with LimitedHosts(options, rate) as hosts:
-                rows = {name: row for name, row in measured(hosts, options, folder, nbytes)}
+                rows = dict(measured(hosts, options, folder, nbytes))
                 add(table, rows, rate, planned(rows[OURS], options, folder, nbytes, rate))
     table.end()
 
@@ -173,12 +179,13 @@ def forked(hosts: LimitedHosts, places: Sequence[Any], options: Namespace) -> di
             os.environ.update(variables)
             be_host(hosts, index, lambda: work(folder, options), write_end)  # noqa: B023
     os.close(write_end)
-    row: dict[str, Any] = {}
+    row: dict[str, Any] = {"failed": f"not done in {ALONE_S} s"}
     with os.fdopen(read_end) as lines:
         if select.select([lines], [], [], ALONE_S)[0]:
-            row = json.loads(lines.readline() or "{}")
+            text = lines.readline()
+            row = json.loads(text) if text else {"failed": "its process was killed"}
     for pid in pids:
-        if not row:
+        if "failed" in row:
             os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     return {**row, "peak_mb": hosts.peak_mb()}
@@ -186,35 +193,36 @@ def forked(hosts: LimitedHosts, places: Sequence[Any], options: Namespace) -> di
 
 def be_host(hosts: LimitedHosts, index: int, work: Callable[[], Any], write_end: int) -> None:
     """Do the work in this process, on a host, and end."""
-    code = 1
     try:
         if hosts.groups:
             (hosts.groups[index] / "cgroup.procs").write_text(str(os.getpid()))
         hosts.enter(index)
         row = work()
-        if index == 0:
-            os.write(write_end, json.dumps(row).encode() + b"\n")
-        code = 0
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
-    os._exit(code)
+        row = failure(error)
+    if index == 0:
+        os.write(write_end, json.dumps(row).encode() + b"\n")
+    os._exit("failed" in row)
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """The row of what could not be measured, with the reason as a cell."""
+    text = f"{type(error).__name__}: {error}"
+    return {"failed": textwrap.shorten(text.replace("|", "/"), 100)}
 
 
 def planned(
     row: dict[str, Any], options: Namespace, folder: str, nbytes: int, rate: str
 ) -> dict[str, float]:
     """The seconds of a first token and of the others that `drumline plan` says."""
+    if "failed" in row:
+        return {}
     size = int(options.limit * 1e6) * 9 // 10 or nbytes * 2 // options.hosts
     bandwidth = [str(int(speed)) for speed in row["bandwidth"]]
     words = ["--model", folder, "--memory", *[str(size)] * options.hosts]
-    words += [
-        "--device-map",
-        "balanced",
-        "--length",
-        str(options.prompt),
-        "--bandwidth",
-        *bandwidth,
-    ]
+    words += ["--device-map", "balanced", "--length", str(options.prompt)]
+    words += ["--bandwidth", *bandwidth]
     words += ["--hop", str(row["hop_s"] * 1e6), "--link", str(int(per_ms(rate) * 1000))]
     words += ["--flops", str(row["flops"])]
     command = [sys.executable, "-m", "drumline", "plan", *words]
@@ -228,36 +236,45 @@ def planned(
 
 def of_llama_cpp(hosts: LimitedHosts, options: Namespace, folder: str) -> dict[str, Any]:
     """What llama-bench measures on the first host, with the layers on the others by RPC."""
-    path = write_gguf(folder)
-    servers = []
-    for index in range(1, options.hosts):
-        server = [
-            str(options.llama_cpp / "rpc-server"),
-            "-H",
-            hosts.addresses[index],
-            "-p",
-            "50052",
-        ]
-        servers.append(subprocess.Popen(hosts.command(index, server), stdout=subprocess.DEVNULL))
-    away = ",".join(f"{address}:50052" for address in hosts.addresses[1:])
-    sizes = ["-p", str(options.prompt), "-n", str(options.new), "-r", "3", "-t", "1"]
-    on_others = options.layers * (options.hosts - 1) // options.hosts
-    where = ["-m", path, "--rpc", away, "-ngl", str(on_others), "-o", "json"]
-    command = [str(options.llama_cpp / "llama-bench"), *where, *sizes]
     try:
-        done = subprocess.run(
-            hosts.command(0, command), capture_output=True, text=True, timeout=ALONE_S
-        )
-        tests = json.loads(done.stdout)
-    except (subprocess.TimeoutExpired, ValueError):
-        return {"peak_mb": hosts.peak_mb()}
+        row = bench_llama_cpp(hosts, options, write_gguf(folder))
+    except (OSError, ImportError, ValueError, subprocess.SubprocessError) as error:
+        row = failure(error)
     finally:
         hosts.kill_processes()
-        for server in servers:
-            server.wait()
-    seconds = {test["n_gen"] > 0: test["avg_ns"] / 1e9 for test in tests}
-    row = {"first_s": seconds[False], "token_s": seconds[True] / options.new}
     return {**row, "peak_mb": hosts.peak_mb()}
+
+
+def bench_llama_cpp(hosts: LimitedHosts, options: Namespace, path: str) -> dict[str, Any]:
+    programs = options.llama_cpp
+    server = programs / "ggml-rpc-server"
+    server = server if server.exists() else programs / "rpc-server"  # in older ones
+    away = hosts.addresses[1:]
+    for index, address in enumerate(away, 1):
+        command = [str(server), "-H", address, "-p", str(RPC_PORT)]
+        process = subprocess.Popen(hosts.command(index, command), stdout=subprocess.DEVNULL)
+        wait_until_listening(process, f"{server.name} on {address}")
+    sizes = ["-p", str(options.prompt), "-n", str(options.new), "-r", "3", "-t", "1"]
+    on_others = options.layers * len(away) // options.hosts
+    rpc = ",".join(f"{address}:{RPC_PORT}" for address in away)
+    where = ["-m", path, "--rpc", rpc, "-ngl", str(on_others), "-o", "json"]
+    command = hosts.command(0, [str(programs / "llama-bench"), *where, *sizes])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=ALONE_S)
+    if done.returncode:
+        raise OSError(f"llama-bench ended with {done.returncode}: {done.stderr.strip()[-60:]}")
+    seconds = {test["n_gen"] > 0: test["avg_ns"] / 1e9 for test in json.loads(done.stdout)}
+    return {"first_s": seconds[False], "token_s": seconds[True] / options.new}
+
+
+def wait_until_listening(server: subprocess.Popen[bytes], name: str) -> None:
+    """Wait for a server on another host, whose sockets are in proc(5)."""
+    end, listening = time.monotonic() + LISTENING_S, f":{RPC_PORT:04X} 00000000:0000 0A"
+    while time.monotonic() < end and server.poll() is None:
+        with contextlib.suppress(OSError):  # it has just ended
+            if listening in Path(f"/proc/{server.pid}/net/tcp").read_text():
+                return
+        time.sleep(0.05)
+    raise OSError(f"{name} does not listen")
 
 
 def write_gguf(folder: str) -> str:
@@ -298,6 +315,7 @@ def add(table: Table, rows: dict[str, dict[str, Any]], rate: str, plan: dict[str
     for name, row in rows.items():
         tokens, right = row.get("tokens"), rows[ALONE].get("tokens")
         is_right = "" if not (tokens and right) else "yes" if tokens == right else "NO"
+        is_right = row.get("failed", is_right)
         token_s = row.get("token_s")
         ours = plan if name == OURS else {}
         ratios = [ours[key] / row[key] if key in ours else "" for key in ("first_s", "token_s")]
