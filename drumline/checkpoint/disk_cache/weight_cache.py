@@ -162,7 +162,7 @@ def _lock_shared(folder: Path) -> int:
         folder.mkdir(mode=0o700, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # deleted since
             lock = _open_lock(folder, os.O_CREAT)
-            if _is_free(lock):
+            if _is_free(lock) and _is_of(folder, lock):
                 for file in folder.glob(f"*{UNFINISHED}"):
                     file.unlink()
             fcntl.flock(lock, fcntl.LOCK_SH)
