@@ -81,7 +81,8 @@ def is_loopback_down(target: tuple[Any, ...], error: Exception) -> bool:
 
 
 def _is_wildcard(address: tuple[Any, ...]) -> bool:
-    return ipaddress.ip_address(str(address[0]).partition("%")[0]).is_unspecified
+    parsed = ipaddress.ip_address(str(address[0]).partition("%")[0])
+    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_unspecified
 
 
 def _is_link_local(address: tuple[Any, ...]) -> bool:

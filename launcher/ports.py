@@ -17,6 +17,7 @@ FIRST_PORT = 10_000
 END_PORT = 32_768  # where Linux begins to give ports to outgoing connections, by default
 NODES_PORT = 29_600  # where the commands of several nodes meet, unless --master-port is given
 BACKLOG = 2048
+OF_IPV4 = bytes(10) + b"\xff\xff"  # before an IPv4 address that is written as one of IPv6
 IN_USE = (errno.EADDRINUSE, errno.EACCES)  # another port may do; for anything else none would
 NOT_LOCAL = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)
 
@@ -119,7 +120,8 @@ def listener_at(family: int, address: tuple[Any, ...], may_share: bool = True) -
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, may_share)
         listener.bind(address)
-        if not any(socket.inet_pton(family, listener.getsockname()[0].partition("%")[0])):
+        host = socket.inet_pton(family, listener.getsockname()[0].partition("%")[0])
+        if not any(host.removeprefix(OF_IPV4)):
             raise OSError(errno.EADDRNOTAVAIL, "it is every interface, and no host")
         listener.listen(BACKLOG)
     except BaseException:

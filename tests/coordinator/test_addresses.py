@@ -62,7 +62,7 @@ def test_rank_0_listens_beside_a_store_of_either_family(loopback):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("address", ["0.0.0.0", "::", "0"])
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "0", "::ffff:0.0.0.0"])
 def test_every_interface_is_no_address_of_rank_0(rank, address):
     launch = LaunchInfo("pieces", 2, 2, rank, rank, address, 4711)
     with pytest.raises(CoordinatorError, match=rf"rank {rank}: .* is every interface"):
