@@ -69,6 +69,11 @@ class Peer:
             transport,
         )
 
+    @classmethod
+    def unseen(cls, rank: int) -> Peer:
+        """A rank that has not joined: only its number is known."""
+        return cls(rank, 0, 0, "", "", 0, 0)
+
     @property
     def is_visible(self) -> bool:
         """True if this process sees the other's in /proc."""

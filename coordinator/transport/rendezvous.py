@@ -11,9 +11,16 @@ from coordinator.control.client import ServerLost
 from coordinator.control.heartbeat import NO_ANSWER
 from coordinator.control.operations import Op
 from coordinator.control.session import Session
-from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
+from coordinator.errors import (
+    CoordinatorError,
+    CoordinatorTimeout,
+    FailureReason,
+    PeerLost,
+    RankFailure,
+)
 from coordinator.failure.detector import FailureDetector
 from coordinator.failure.group_failure import GroupFailure
+from coordinator.peers import Peer
 from coordinator.waiting_notice import WaitingNotice
 from launcher import NoMessage, noop
 
@@ -107,10 +114,13 @@ class Rendezvous:
         # The first to be lost comes first: others may have been ended because of it.
         lost = [rank for rank in self._session.heartbeat.lost if rank in self._members]
         if lost and self._parent is None:
+            failures = self._failures(lost)
+            names = " and ".join(map(str, failures))
             raise PeerLost(
-                f"rank {self._rank} was in {self._pending.call} when {self._describe(lost)} "
+                f"rank {self._rank} was in {self._pending.call} when {names} "
                 "exited, or lost the connection to rank 0, before all of launch "
-                f"{self._session.info.launch_id} had joined. Look at what was printed there last."
+                f"{self._session.info.launch_id} had joined. Look at what was printed there last.",
+                failures,
             )
 
     def _check_withdrawn(self) -> None:
@@ -127,15 +137,21 @@ class Rendezvous:
         failure = GroupFailure.of(CoordinatorTimeout, self._rank, call, text, missing)
         self._session.report(self._key, failure.pack())
 
-    def _describe(self, ranks: Sequence[int]) -> str:
+    def _failures(self, ranks: Sequence[int]) -> list[RankFailure]:
+        """Lost ranks of the launch, named with their processes if rank 0 can tell these."""
         try:
             processes = self._session.ask(
                 Op.PROCESSES, ranks, timeout_s=self._timings.last_answer_s
             )
+            texts = [f"rank {rank} ({name})" for rank, name in zip(ranks, processes, strict=True)]
         except NO_ANSWER:
-            return f"ranks {list(ranks)}"
-        pairs = zip(ranks, processes, strict=True)
-        return " and ".join(f"rank {rank} ({process})" for rank, process in pairs)
+            texts = [f"rank {rank}" for rank in ranks]
+        return [
+            RankFailure(
+                self._members.index(rank), Peer.unseen(rank), FailureReason.EXITED, text=text
+            )
+            for rank, text in zip(ranks, texts, strict=True)
+        ]
 
     def _ask_arrived(self, key: str, timeout_s: float) -> list[int] | None:
         try:

@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import selectors
 import socket
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from launcher import ports, timings
 from launcher.authentication.credentials import Credentials
 from launcher.authentication.framed_connection import FramedConnection
 from launcher.authentication.handshake import (
+    NAME_NBYTES,
     Answer,
     AuthenticatedListener,
     Hello,
@@ -51,7 +53,7 @@ def telling_other_nodes(job: Job) -> Iterator[Callable[[Failure], None]]:
         is_first = job.node_rank == 0
         if not failure.ended_by_launcher and (is_first or not failure.blames):
             work = _send_others_away if is_first else _join_and_leave
-            threads.append(threading.Thread(target=work, args=(_Place(job), failure)))
+            threads.append(threading.Thread(target=work, args=(_MeetingPoint(job), failure)))
             threads[-1].start()
             threads[-1].join(0 if is_first else timings.TIMINGS.node_connect_s)
 
@@ -62,8 +64,8 @@ def telling_other_nodes(job: Job) -> Iterator[Callable[[Failure], None]]:
             thread.join()
 
 
-class _Place:
-    """The place where the ranks of a launch meet, and what they prove there."""
+class _MeetingPoint:
+    """The address at which rank 0 listens, and what all prove there; until a deadline."""
 
     def __init__(self, job: Job) -> None:
         assert job.secret is not None
@@ -73,13 +75,13 @@ class _Place:
         self.deadline = time.monotonic() + timings.TIMINGS.node_end_s
 
     def attempts(self) -> Iterator[float]:
-        """The seconds that are left, again and again until none is."""
+        """The seconds that are left, before each attempt."""
         while (left_s := self.deadline - time.monotonic()) > 0:
             yield left_s
             time.sleep(timings.TIMINGS.node_retry_s)
 
 
-def _join_and_leave(place: _Place, failure: Failure) -> None:
+def _join_and_leave(place: _MeetingPoint, failure: Failure) -> None:
     hello = Hello(failure.rank, CONTROL, process=f"host {failure.host}, pid {failure.pid}")
     for left_s in place.attempts():
         try:
@@ -96,27 +98,34 @@ def _join_and_leave(place: _Place, failure: Failure) -> None:
             pass
 
 
-def _send_others_away(place: _Place, failure: Failure) -> None:
-    """Tell a rank of each other node, whose launcher ends the rest, in the place of rank 0."""
+def _send_others_away(place: _MeetingPoint, failure: Failure) -> None:
+    """Tell a rank of each other node, whose launcher ends the rest, in the place of rank 0.
+
+    A node whose own rank is the cause is not told: its launcher has ended the rest.
+    """
     ends = list(itertools.accumulate(place.job.ranks_of_nodes))
-    awaited = {*range(1, place.job.nnodes)}
-    text = f"rank {failure.rank} (host {failure.host}, pid {failure.pid}) {failure.how()}"
+    causes = {bisect.bisect_right(ends, rank) for rank in failure.blames if rank >= 0}
+    awaited = {*range(1, place.job.nnodes)} - causes
+    process = f"host {failure.host}, pid {failure.pid}"
+    text = textwrap.shorten(
+        f"rank {failure.rank} ({process}) {failure.how()}", NAME_NBYTES, placeholder=" ..."
+    )
 
     def answer(hello: Hello) -> tuple[Answer, str]:
         awaited.discard(bisect.bisect_right(ends, hello.rank))
         return Answer.LAUNCH_FAILED, text
 
-    for _ in place.attempts():
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+    for _ in place.attempts() if awaited else ():
+        with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
             address, *_ = listening_addresses(*place.address)
             listener = ports.listen(place.job.launch_id, address, place.address[1])
-            stack.enter_context(listener)
-            selector = stack.enter_context(selectors.DefaultSelector())
-            come = AuthenticatedListener(
+            opened.enter_context(listener)
+            selector = opened.enter_context(selectors.DefaultSelector())
+            authenticator = AuthenticatedListener(
                 listener, place.credentials, selector, lambda *_: None, answer
             )
             while awaited and (left_s := place.deadline - time.monotonic()) > 0:
-                come.handle(selector.select(left_s))
-                come.tick()
-            come.close()
+                authenticator.handle(selector.select(left_s))
+                authenticator.tick()
+            authenticator.close()
             return

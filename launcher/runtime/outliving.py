@@ -30,7 +30,10 @@ def outlive_failures(info: LaunchInfo) -> None:
 
 
 def report_meeting(info: LaunchInfo) -> None:
-    """Say that all ranks of several machines have met: each sees then by itself if one fails."""
+    """Tell the launcher that all ranks of several machines have met.
+
+    From then on each rank sees by itself if another fails.
+    """
     _tell(info, has_met=True)
 
 

@@ -21,7 +21,7 @@ class LaunchedRank:
 
     record: how its target ended. dump: the stacks of a crash, line by line. signalled_s: when the
     launcher first asked it to end. outlives_failures: it goes on when others fail. was_outlived: it
-    has failed, and another one has gone on. has_met: the ranks of all machines.
+    has failed, and another one has gone on. has_met: it has said that all ranks have met.
     """
 
     info: LaunchInfo

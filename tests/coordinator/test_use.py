@@ -401,11 +401,17 @@ def test_who_comes_to_a_group_that_was_given_up_hears_so(ranks, nodes):
 
 
 def test_a_rank_that_dies_while_others_join_is_named_with_its_process(fork):
+    """By its number, too: a launcher could not tell whose failure the errors of the others were."""
+
     def body(info):
         if info.rank == 2:
             this_process.of(info).join(info, 5, CoordinatorTimings())
             os.kill(os.getpid(), 9)
-        Coordinator(info, timeout_s=20)
+        try:
+            Coordinator(info, timeout_s=20)
+        except PeerLost as error:
+            assert (error.rank, error.peer.rank) == (2, 2)
+            raise
 
     begun, ranks = time.time(), fork(body, 3)
     pid = ranks.pids[2]

@@ -15,10 +15,16 @@ from pathlib import Path
 import pytest
 
 from launcher import errors, ports, timings
-from launcher.authentication.framed_connection import ConnectionBroken
-from launcher.authentication.handshake import AuthenticatedListener
+from launcher.authentication.framed_connection import ConnectionBroken, FramedConnection
+from launcher.authentication.handshake import (
+    AuthenticatedListener,
+    Hello,
+    LaunchFailed,
+    SecretRejected,
+    authenticate,
+)
 from launcher.authentication.launch_token import LaunchToken
-from launcher.external import node_follower, node_leader, node_rendezvous
+from launcher.external import failed_rank, node_follower, node_leader, node_rendezvous
 from launcher.external.node_messages import ASKS, NodeChannel, NodeDescription
 from launcher.job import Job, Target
 from launcher.launch_info import MAX_PORT
@@ -439,7 +445,7 @@ def test_the_last_word_of_the_first_node_is_an_error_and_no_command_of_the_termi
     assert (str(caught.value), caught.value.exit_code) == ("?[2Jover", 1)
 
 
-@pytest.mark.parametrize("address", ["0", "::", ""])
+@pytest.mark.parametrize("address", ["0", "::", "", "::ffff:0.0.0.0"])
 def test_the_first_node_listens_on_no_address_that_is_every_interface(address):
     with pytest.raises(OSError, match="it is every interface"):
         node_leader.NodeLeader(job(0, master_addr=address))
@@ -554,3 +560,45 @@ def test_our_own_launcher_starts_the_ranks_of_each_node(tmp_path, end):
     codes = [launch.returncode for launch in launches]
     assert codes == [0, 0] if end == "well" else codes[0] == 7 and codes[1] > 0
     assert end == "well" or "rank 0" in other
+
+
+def join_in_vain(failed, rank):
+    """How a rank of another node hears of the failure; its place may not listen yet."""
+    place, deadline = failed_rank._MeetingPoint(failed), time.monotonic() + 10
+    while True:
+        assert time.monotonic() < deadline
+        with (
+            contextlib.suppress(ConnectionRefusedError),
+            socket.create_connection(place.address) as plain,
+        ):
+            hello = Hello(rank, failed_rank.CONTROL)
+            try:
+                authenticate(FramedConnection(plain), place.credentials, hello, deadline)
+            except LaunchFailed as error:
+                return str(error)
+
+
+def test_the_launcher_in_place_of_rank_0_ends_once_each_other_node_has_heard():
+    """A long reason was cut within a word."""
+    failed = job(0, secret=bytes(32), ranks_of_nodes=(1, 2, 2))
+    failure = errors.Failure(0, host="a", pid=7, type="ValueError", message="no weights " * 9)
+    begun = time.monotonic()
+    with failed_rank.telling_other_nodes(failed) as tell:
+        tell(failure)
+        stranger = dataclasses.replace(failed, secret=bytes(range(32)))
+        with pytest.raises(SecretRejected):
+            join_in_vain(stranger, 1)
+        for rank in (1, 4):
+            heard = join_in_vain(failed, rank)
+            assert heard.startswith("rank 0 (host a, pid 7) raised ValueError: no weights no")
+            assert heard.endswith((" no ...", " weights ...")), heard
+    assert time.monotonic() - begun < timings.TIMINGS.node_end_s / 2
+
+
+def test_a_node_whose_own_rank_is_the_cause_is_not_told():
+    """The first launcher of two ended 10 s late, when rank 0 had raised for a rank of the other."""
+    begun = time.monotonic()
+    failed = job(0, nnodes=2, secret=bytes(32), ranks_of_nodes=(1, 2))
+    with failed_rank.telling_other_nodes(failed) as tell:
+        tell(errors.Failure(0, blames=[2]))
+    assert time.monotonic() - begun < timings.TIMINGS.node_end_s / 2
