@@ -109,8 +109,8 @@ def _wake_on_children() -> int:
 
 
 def _preload(plan: ForkPlan) -> Callable[[], object]:
-    """Import, and return a call for each rank: it makes random numbers its own again, and torch use
-    the rank's share of the cores."""
+    """Import, and return what each rank calls: then its random numbers are its own again, and torch
+    uses no more than the rank's share of the cores."""
     os.environ.update(plan.environment)
     collects_garbage = gc.isenabled()
     gc.disable()  # it frees nothing during these imports and costs 10 % of their time
@@ -125,14 +125,15 @@ def _preload(plan: ForkPlan) -> Callable[[], object]:
     if collects_garbage:
         gc.enable()
     numpy_random = None if had_numpy else sys.modules.get("numpy.random")
-    torch, num_threads = sys.modules.get("torch"), plan.environment.get(OMP_THREADS)
+    torch, share = sys.modules.get("torch"), plan.environment.get(OMP_THREADS)
 
     def prepare_rank() -> None:
         if numpy_random is not None:
             numpy_random.seed()
-        # A program that had torch loaded before had the variable read then.
-        if torch is not None and num_threads is not None:
-            torch.set_num_threads(int(num_threads))
+        # A program that has torch had the variable read before. It may have chosen fewer threads;
+        # and to set a number starts them, after which a rank cannot fork safely.
+        if torch is not None and share is not None and int(share) < torch.get_num_threads():
+            torch.set_num_threads(int(share))
 
     return prepare_rank
 

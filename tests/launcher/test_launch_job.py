@@ -26,12 +26,6 @@ def identity(*args):
     return [info.rank, info.local_rank, info.world_size, info.local_world_size, list(args)]
 
 
-def torch_threads():
-    import torch
-
-    return torch.get_num_threads()
-
-
 def raise_on_rank_1():
     if launcher.current().rank == 1:
         raise ZeroDivisionError("planned")
@@ -83,19 +77,6 @@ def a_second_thread() -> Iterator[None]:
 def test_results_are_ordered_by_rank(name):
     results = launcher.launch(identity, 3, launcher=name, args=("a", b"\0\xff", 2.5, None))
     assert results == [[r, r, 3, 3, ["a", b"\0\xff", 2.5, None]] for r in range(3)]
-
-
-def test_ranks_of_a_program_that_has_torch_share_the_cores(monkeypatch):
-    """It had read OMP_NUM_THREADS before: each of two ranks had a thread for each core, so these
-    waited for each other, and two ranks of `drumline serve` were slower than one."""
-    torch = pytest.importorskip("torch")
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        assert launcher.launch(torch_threads, 1) == [len(os.sched_getaffinity(0))]
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_a_program_with_threads_starts_ranks_in_a_new_interpreter(monkeypatch):

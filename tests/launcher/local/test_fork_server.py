@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from launcher import timings
+from launcher.local import fork_server
 from launcher.system import descendants, linux
 
 SOON_S = 30.0  # what is ended would go on for a minute
@@ -145,3 +149,19 @@ def test_stopped_fork_server_ends_its_ranks_when_the_launcher_dies(stopped, comm
     process.kill()
     process.communicate()
     assert not command.left(patience_s=SOON_S)
+
+
+@pytest.mark.parametrize(("num_before", "chosen"), [(8, [2]), (2, []), (1, [])])
+def test_torch_that_was_loaded_before_uses_the_share_of_a_rank(monkeypatch, num_before, chosen):
+    """It had read OMP_NUM_THREADS before: each of two ranks had a thread for each core, so these
+    waited for each other, and two ranks of `drumline serve` were slower than one."""
+    numbers = []
+    torch = SimpleNamespace(get_num_threads=lambda: num_before, set_num_threads=numbers.append)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    plan = SimpleNamespace(
+        environment={"OMP_NUM_THREADS": "2"}, preload=SimpleNamespace(imports=[])
+    )
+    fork_server._preload(plan)()
+    gc.unfreeze()
+    assert numbers == chosen
