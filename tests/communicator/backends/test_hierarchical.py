@@ -195,14 +195,19 @@ def test_first_failure_is_not_waited_for_where_the_store_has_stopped():
         info = LaunchInfo("stopped", 2, 1, 1, master_port=port)
         pid = os.fork()
         if not pid:
-            coor = Coordinator(replace(info, rank=0, extras=extras), timeout_s=20)
-            coor.store("failures").wait(["first"])
-            os.kill(os.getpid(), signal.SIGSTOP)
+            try:
+                coor = Coordinator(replace(info, rank=0, extras=extras), timeout_s=20)
+                coor.store("failures").wait(["first"])
+                os.kill(os.getpid(), signal.SIGSTOP)
+            finally:
+                os._exit(1)  # or it would run the tests that follow
     try:
         store = Coordinator(info, timeout_s=20).store("failures", timeout_s=1.0)
         assert first_failure(store, "rank 1 was lost", 1) == "rank 1 was lost"
         os.waitpid(pid, os.WUNTRACED)  # it has stopped now
+        begun = time.monotonic()
         assert "does not answer" in first_failure(store, "rank 2 was lost", 2)
+        assert time.monotonic() - begun < 10
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from coordinator import Coordinator, CoordinatorError
+from coordinator import Coordinator, CoordinatorError, PeerLost
 from coordinator.store import torch_store
 from coordinator.transport.connections import PeerConnector
 
@@ -92,6 +92,27 @@ def test_a_rank_that_does_not_come_is_named(ranks_or_errors):
     assert time.monotonic() - begun < 10
     for error in (outcomes[0], outcomes[2]):
         assert isinstance(error, CoordinatorError) and "rank 1" in str(error)
+
+
+def test_a_rank_that_leaves_while_others_connect_to_it_is_named_at_once(
+    ranks_or_errors, monkeypatch
+):
+    """They waited until their deadline, and their error had no failures."""
+    connect = PeerConnector._connect
+
+    def leave(connector, *arguments):
+        return 1 // 0 if connector._rank == 2 else connect(connector, *arguments)
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            coor.connections()
+
+    monkeypatch.setattr(PeerConnector, "_connect", leave)
+    begun = time.monotonic()
+    errors = ranks_or_errors(body, 3)
+    assert time.monotonic() - begun < 10
+    for error in errors[:2]:
+        assert isinstance(error, PeerLost) and [each.rank for each in error.failures] == [2], error
 
 
 def test_over_gloo_a_rank_may_leave_as_soon_as_it_has_joined(ranks, monkeypatch):
