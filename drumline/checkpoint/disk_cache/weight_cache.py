@@ -7,7 +7,7 @@ with WeightCache().open(identity, "Qwen3-0.6B of host a") as kept:
 
 A checkpoint is a folder, named by the identity of its files; a block of weights in it is a file,
 its digest before its bytes. Whoever loads holds a shared lock on the folder's `lock`, which the
-kernel frees when that process ends; without an exclusive one nothing is deleted.
+kernel frees when that process ends; a checkpoint is deleted under an exclusive one alone.
 """
 
 from __future__ import annotations
@@ -147,7 +147,10 @@ class CachedWeights:
             self._room = max(nbytes, self._cache.limit_nbytes // NUM_RECOUNTS)
             self._is_full = not self._cache.make_room(self._room)
             if self._is_full:
-                text = "%s is full (%d bytes, or half of the disk), so weights are not kept"
+                text = (
+                    "%s is full (at most %d bytes, and no more than stays free on the disk), so "
+                    "weights are not kept and will be sent again; drumline cache lists them"
+                )
                 log.warning(text, self._cache.folder, self._cache.limit_nbytes)
         self._room -= nbytes
         return not self._is_full

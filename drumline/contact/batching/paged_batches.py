@@ -41,7 +41,7 @@ LEAST_BESIDE = 8
 """Tokens of prompts in a step, however long it takes: a prompt comes to its end."""
 
 SLOWER = 2
-"""Times as long as a step without prompts a step with one may take; with more, longer for each."""
+"""Times as long as a step without prompts a step with one may take; a further one adds the same."""
 
 UNLIMITED = 1e9
 """The share of this host's memory that the tables take for granted: the ranks' own is counted."""
@@ -194,10 +194,10 @@ class SteppedModel:
 
 
 class Pace:
-    """The tokens of prompts in a step beside others: as many for each prompt that waits, and fewer
-    where such steps took too long.
+    """The tokens of prompts in a step beside others: the same number for each prompt that waits,
+    fewer where such steps took too long.
 
-    most: of one prompt, before those for each of the others.
+    most: for one prompt, beside TOKENS_BESIDE_EACH for each of the others.
     """
 
     def __init__(self, most: int):
