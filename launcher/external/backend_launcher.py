@@ -100,7 +100,7 @@ def _failures(records: dict[int, dict[str, Any]], began_s: float) -> tuple[Failu
 
 
 def _is_consequence(ended: LaunchError, timeout_s: float | None) -> bool:
-    """True for a time-out that came while the failure of a rank before it was not written yet."""
+    """True for a time-out after the failure of a rank that was written down only later."""
     if not isinstance(ended, LaunchTimeout) or timeout_s is None or not ended.failures:
         return False
     first = ended.failures[0]

@@ -35,6 +35,7 @@ from launcher.authentication.handshake import (
 )
 from launcher.errors import Failure
 from launcher.external.node_leader import listening_addresses
+from launcher.external.node_messages import notice
 from launcher.job import Job
 
 CONTROL = purpose_of("control")  # that of rank 0's server
@@ -61,6 +62,10 @@ def telling_other_nodes(job: Job) -> Iterator[Callable[[Failure], None]]:
         yield tell
     finally:
         for thread in threads:
+            thread.join(timings.TIMINGS.node_connect_s)
+            if thread.is_alive():
+                limit_s = timings.TIMINGS.node_end_s
+                notice(f"telling the other nodes that a rank has failed: {limit_s:g} s at most")
             thread.join()
 
 

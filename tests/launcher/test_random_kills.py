@@ -25,7 +25,7 @@ from tests.launcher.conftest import CommandLine
 LAUNCHES = int(os.environ.get("SOAK_LAUNCHES", "1000"))
 FIRST_SEED = int(os.environ.get("SOAK_SEED", "3"))
 SIDE_BY_SIDE = int(os.environ.get("SOAK_SIDE_BY_SIDE", "8"))  # a launch mostly waits
-# Of the launch: what waits for a suspended process ends then. Longer where that of the start is.
+# Of the launch: what waits for a suspended process ends then. Longer where a start takes long.
 TIMEOUT_S = int(os.environ.get("SOAK_TIMEOUT", "15"))
 GONE_S = 15.0  # after the command has ended
 DEADLINE_S = 60.0  # for the command to end, on a machine that does many other things

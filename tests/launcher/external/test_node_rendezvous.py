@@ -602,3 +602,11 @@ def test_a_node_whose_own_rank_is_the_cause_is_not_told():
     with failed_rank.telling_other_nodes(failed) as tell:
         tell(errors.Failure(0, blames=[2]))
     assert time.monotonic() - begun < timings.TIMINGS.node_end_s / 2
+
+
+def test_a_launcher_says_that_it_waits_for_other_nodes_to_hear_of_a_failure(quick, capsys):
+    """It ended ten seconds after its ranks without a word, where these made no Coordinator."""
+    failed = job(0, secret=bytes(32), ranks_of_nodes=(2, 2, 2))
+    with failed_rank.telling_other_nodes(failed) as tell:
+        tell(errors.Failure(0))
+    assert "telling the other nodes that a rank has failed: 0.5 s" in capsys.readouterr().err
