@@ -133,13 +133,18 @@ class _Planner:
             read_nbytes = {place: int(speed.nbytes) for place, speed in uneven.places.items()}
             weighed_map = self._weighed(fraction, uneven, step)
             return replace(weighed_map, read_nbytes_a_second=read_nbytes)
-        if step.batch > 1 and self._is_of_one_kind():
+        if step.batch > 1 and self._are_similar(speeds):
             even = uniform_speeds(self.order, nbytes=math.inf, flops=1.0)
             return self._weighed(fraction, even, replace(step, streams=len(self.order)))
         return self._map(placed)
 
-    def _is_of_one_kind(self) -> bool:
-        return not self.deepest and len({device.partition(":")[0] for _, device in self.order}) == 1
+    def _are_similar(self, speeds: DeviceSpeeds | None) -> bool:
+        """True for places of one kind; accelerators that were not measured must be of one size."""
+        kinds = {device.partition(":")[0] for _, device in self.order}
+        free = [self.free_nbytes[place] for place in self.order]
+        is_known = kinds == {"cpu"} or speeds is not None
+        has_same_memory = min(free) >= (1 - UNEVEN) * max(free)
+        return not self.deepest and len(kinds) == 1 and (is_known or has_same_memory)
 
     def _uneven(self, speeds: DeviceSpeeds | None) -> DeviceSpeeds | None:
         """The speeds of all places, without those of links, if these are not much the same."""

@@ -127,6 +127,8 @@ def test_places_that_work_on_a_batch_at_once_get_equal_work_where_that_fits():
     assert layers_by_rank(plan(model, roomy)) == [15, 15]  # one token is at one place at a time
     tight = {(0, "cpu"): 1700, (1, "cpu"): 1800}
     assert layers_by_rank(plan(model, tight, step=step)) == [14, 16]
+    unlike = {(0, "cuda:0"): 9000, (0, "cuda:1"): 3000}  # the smaller one may be slower
+    assert plan(model, unlike, step=step) == plan(model, unlike)
 
 
 @pytest.mark.parametrize("factors", [[1.0, 1.0, 1.0], [0.7, 1.0, 0.9], [1.0, 0.61, 0.61]])
