@@ -155,7 +155,7 @@ def measured(
 def ranks(
     hosts: LimitedHosts, first: str, others: str, options: Namespace, cache: str
 ) -> dict[str, Any]:
-    """What the first of our ranks measures, one on each host."""
+    """The measurements of the first of our ranks, one on each host."""
     launch_id, count = uuid.uuid4().hex, len(hosts.names)
     variables = {"DRUMLINE_TOKEN": secrets.token_hex(32)}
     places = []
@@ -235,7 +235,7 @@ def planned(
 
 
 def of_llama_cpp(hosts: LimitedHosts, options: Namespace, folder: str) -> dict[str, Any]:
-    """What llama-bench measures on the first host, with the layers on the others by RPC."""
+    """The measurements of llama-bench on the first host, with the layers on the others by RPC."""
     try:
         row = bench_llama_cpp(hosts, options, write_gguf(folder))
     except (OSError, ImportError, ValueError, subprocess.SubprocessError) as error:

@@ -74,7 +74,7 @@ def measured(model: Any, options: Namespace, begun: float) -> dict[str, Any]:
 
 
 def sent_nbytes() -> int:
-    """What this host's interface has sent so far, by proc(5); 0 for a host without one."""
+    """The bytes that this host has sent so far, by proc(5); 0 without an interface."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, fields = line.partition(":")
         if name.strip() == INTERFACE:

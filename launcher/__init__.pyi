@@ -46,6 +46,7 @@ from launcher.ports import listener_at as listener_at
 from launcher.registry import register as register
 from launcher.runtime.outliving import outlive_failures as outlive_failures
 from launcher.runtime.outliving import report_meeting as report_meeting
+from launcher.runtime.user_folders import make_private as make_private
 from launcher.runtime.user_folders import user_cache_folder as user_cache_folder
 from launcher.system import gpus as gpus
 from launcher.system import host_addresses as host_addresses

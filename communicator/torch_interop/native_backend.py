@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import importlib.machinery
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,8 @@ from typing import Any
 
 import torch
 from filelock import FileLock
+
+from launcher import make_private, user_cache_folder
 
 SOURCES = Path(__file__).parent / "native"
 HEADERS = Path(__file__).parents[1]  # communicator.h
@@ -39,8 +40,10 @@ def load() -> Any:
 
     Takes half a minute the first time; blocks for as long. None if it cannot be had here.
     """
+    folder = user_cache_folder() / "torch"
     try:
-        return _import(_built(_cache_folder() / f"{_key()}.so"))
+        make_private(folder)  # what lies in it is run
+        return _import(_built(folder / f"{_key()}.so"))
     except (_CannotBuild, ImportError, OSError) as reason:
         warnings.warn(
             f"the C++ part of the backend 'drumline' is missing: {reason} Until then calls pass "
@@ -71,19 +74,6 @@ def _source_files() -> list[Path]:
 def _abi_flags() -> list[str]:
     """The define of torch itself, so that objects can pass between it and the module."""
     return [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
-
-
-def _cache_folder() -> Path:
-    """A folder that only this user can enter: what lies in it is run."""
-    folder = Path.home() / ".cache" / "drumline" / "torch"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise _CannotBuild(
-            f"{folder} can be written or read by others (owner {status.st_uid}, mode "
-            f"{status.st_mode & 0o777:o}), and what lies in it would be run; chmod 700 {folder}."
-        )
-    return folder
 
 
 def _built(path: Path) -> Path:

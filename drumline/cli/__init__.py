@@ -40,7 +40,7 @@ DELEGATED = {
     "doctor": ("launcher.cli", "check this machine"),
     "trace": ("launcher.cli", "summarise, join or draw traces"),
     "join": ("drumline.cli.join", "run here what the first machine of a launch runs"),
-    "cache": ("drumline.cli.kept_weights", "list or delete weights from other machines"),
+    "cache": ("drumline.cli.cache", "list or delete weights from other machines"),
     "check": ("communicator.cli", "run the conformance check of a backend"),
 }
 """Commands with a parser of their own, most of the layers below: the module of each, its help."""

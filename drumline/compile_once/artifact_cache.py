@@ -17,7 +17,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from drumline.errors import DrumlineError
-from launcher import user_cache_folder
+from launcher import make_private, user_cache_folder
 
 SECRET_NBYTES = 32
 """Length of the key that artifacts are authenticated with."""
@@ -32,14 +32,10 @@ class ArtifactCache:
 
     def __init__(self, folder: str | Path | None = None):
         self.folder = Path(folder) if folder else user_cache_folder() / "artifacts"
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = self.folder.stat()
-        if status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise BuildError(
-                f"{self.folder} can be written or read by others (owner {status.st_uid}, mode "
-                f"{status.st_mode & 0o777:o}), and what lies in it would be run; "
-                f"chmod 700 {self.folder}, or give a folder of your own."
-            )
+        try:
+            make_private(self.folder)
+        except PermissionError as error:
+            raise BuildError(f"{error} Or give a folder of your own.") from error
 
     def path(self, key: str) -> Path:
         if not re.fullmatch(r"[\w.-]+", key):

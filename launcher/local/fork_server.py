@@ -109,8 +109,8 @@ def _wake_on_children() -> int:
 
 
 def _preload(plan: ForkPlan) -> Callable[[], object]:
-    """Import, and return what each rank calls: then its random numbers are its own again, and torch
-    uses no more than the rank's share of the cores."""
+    """Import, and return a function for each rank to call first: it gives the rank random numbers
+    of its own, and limits torch to the rank's share of the cores."""
     os.environ.update(plan.environment)
     collects_garbage = gc.isenabled()
     gc.disable()  # it frees nothing during these imports and costs 10 % of their time

@@ -152,9 +152,9 @@ class Supervisor:
             self.output.notice(f"{summary}, and the other ranks go on without it")
 
     def _read_earlier_deaths(self) -> None:
-        """Read of the ranks that are dead by now, though the fork server may be late to tell.
+        """Wait for the fork server's report of each rank that is dead already.
 
-        A rank that another waited for fails for its death, and comes after it.
+        A rank that waited for a dead one fails because of it, and must not count as the first.
         """
         until_s = time.monotonic() + timings.TIMINGS.reap_lag_s
         while not self.is_ending and self.server_lives and self._has_unread_death():

@@ -13,3 +13,17 @@ def user_cache_folder() -> Path:
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (folder if folder.is_absolute() else Path.home() / ".cache") / "drumline"
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that only this user can enter, unless it is there.
+
+    Raises PermissionError if others can read or write one that is there.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise PermissionError(
+            f"{folder} can be written or read by others (owner {status.st_uid}, mode "
+            f"{status.st_mode & 0o777:o}), and what lies in it would be used; chmod 700 {folder}."
+        )

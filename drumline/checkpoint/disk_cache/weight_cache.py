@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher import user_cache_folder
+from launcher import make_private, user_cache_folder
 
 log = logging.getLogger("drumline")
 
@@ -87,10 +87,11 @@ class WeightCache:
     def open(self, identity: str, name: str) -> Iterator[CachedWeights]:
         """The kept blocks of the checkpoint with this identity. It is in use inside of the block.
 
-        name: for those who list the cache. Raises OSError where the folder cannot be written.
+        name: for those who list the cache. Raises OSError where the folder cannot be written, or
+        others can write it.
         """
         folder = self.folder / identity
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(self.folder)
         lock = _lock_shared(folder)
         try:
             (folder / ABOUT).write_bytes(name.encode(errors="backslashreplace"))

@@ -11,6 +11,7 @@ from communicator.torch_interop import native_backend
 @pytest.fixture
 def home(monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     native_backend.load.cache_clear()
     yield tmp_path
     native_backend.load.cache_clear()

@@ -319,7 +319,7 @@ def a_peer_that_dies_is_named_where_it_is_waited_for():
 
 
 def _exception_of(work, error):
-    """What torch says of a failed work; 2.11 cannot say it of gloo's either, so the error then."""
+    """The exception of a failed work; the raised one under torch 2.11, which gives none at all."""
     try:
         return work.exception()
     except TypeError:

@@ -381,7 +381,7 @@ class Campaign:
         return problems
 
     def problem(self, path, names, is_right, options):
-        """What is wrong with how a damaged file is loaded, "" if nothing is; if it is loaded.
+        """The fault in how a damaged file is loaded, "" if there is none; and whether it is loaded.
 
         names: one of them is to be in the error.
         """
@@ -474,7 +474,7 @@ def differences(weights, plain, atol=0.0):
 
 
 def in_child(work):
-    """What work returns in a child whose memory is limited, or how the child ended without it."""
+    """The result of work in a child whose memory is limited, or how the child ended without one."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:

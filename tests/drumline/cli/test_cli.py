@@ -30,7 +30,7 @@ from transformers import (
 
 import drumline
 import launcher
-from drumline.cli import DELEGATED, command_options, main, parser
+from drumline.cli import DELEGATED, cache, command_options, main, parser
 from drumline.cli.run_script import load_over_all_ranks
 from drumline.strategies.with_model import num_positions
 from tests.drumline.conftest import LLAMA
@@ -378,6 +378,13 @@ def test_the_options_are_few(name):
     assert set(commands.choices) == {*OPTIONS, *DELEGATED}
     options = [name for action in commands.choices[name]._actions for name in action.option_strings]
     assert options == ["-h", "--help", *OPTIONS[name].split()]
+
+
+def test_the_options_of_the_cache_are_few():
+    (commands,) = (action for action in cache.parser()._actions if action.choices)
+    (command,) = commands.choices.values()
+    options = [name for action in command._actions for name in action.option_strings]
+    assert options == ["-h", "--help", "--clear"]
 
 
 def test_the_place_of_a_node_without_the_number_of_nodes_is_refused(checkpoints, capsys):

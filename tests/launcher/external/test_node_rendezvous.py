@@ -563,7 +563,7 @@ def test_our_own_launcher_starts_the_ranks_of_each_node(tmp_path, end):
 
 
 def join_in_vain(failed, rank):
-    """How a rank of another node hears of the failure; its place may not listen yet."""
+    """The error by which a rank of another node hears of the failure; nobody may listen yet."""
     place, deadline = failed_rank._MeetingPoint(failed), time.monotonic() + 10
     while True:
         assert time.monotonic() < deadline

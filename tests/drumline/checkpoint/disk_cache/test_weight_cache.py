@@ -224,6 +224,14 @@ def test_a_folder_that_cannot_be_written_is_a_line_and_no_error(
     assert_equal(found)
 
 
+def test_a_folder_that_others_can_write_is_not_used(ranks, checkpoint, own_cache, caplog):
+    """They could have put other weights there, with the right digest."""
+    own_cache.mkdir(parents=True)
+    own_cache.chmod(0o777)
+    assert_equal(loaded(ranks, checkpoint, (1, 1)))
+    assert "chmod 700" in caplog.text and not [*own_cache.iterdir()]
+
+
 def test_a_user_without_a_home_loads_and_keeps_nothing(ranks, checkpoint, monkeypatch, caplog):
     """The RuntimeError of pathlib ended the load."""
     for name in ("XDG_CACHE_HOME", "HOME"):
