@@ -87,16 +87,17 @@ def test_parts_of_files_that_pages_include_are_there():
 RUN = [page for page in PAGES if "<!-- test:" in page.read_text()]
 
 
-@pytest.mark.timeout(300)  # of a page of ten commands, each of which imports torch
+@pytest.mark.timeout(300)  # of a page of ten commands
 @pytest.mark.parametrize("page", RUN, ids=_name)
-def test_the_commands_of_a_page_run_as_printed(page, tmp_path):
+def test_the_commands_of_a_page_run_as_printed(page, tmp_path, warm, tmp_path_factory):
+    environ = warm.commands(tmp_path_factory.mktemp("commands"))
     for name, text in FILE.findall(page.read_text()):
         (tmp_path / name).write_text(text)
     for block in BLOCK.finditer(page.read_text()):
         kind, _, condition = (block[1] or "").partition(", ")
         if not kind.startswith("test: ") or not _can_run(condition, tmp_path):
             continue
-        done = _typed(block[2], tmp_path)
+        done = _typed(block[2], tmp_path, environ)
         printed = done.stdout + done.stderr
         assert (done.returncode == 0) == (kind == "test: run"), printed
         shown = SHOWN.match(page.read_text(), block.end())
@@ -112,13 +113,15 @@ def _can_run(condition: str, folder: Path) -> bool:
     return word != "needs" or shutil.which(name) is not None
 
 
-def _typed(commands: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def _typed(
+    commands: str, folder: Path, environ: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
     """As a shell does that stops at the first failure."""
     own = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
     return subprocess.run(
         ["bash", "-e", "-c", commands],
         cwd=folder,
-        env={**os.environ, **own, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **own, **environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=110,
@@ -161,7 +164,7 @@ def test_the_tutorials_model_runs_on_two_machines(hosts, tmp_path):
     page = ROOT / "docs" / "tutorial.md"
     for name, text in FILE.findall((ROOT / "docs" / "quickstart.md").read_text()):
         (tmp_path / name).write_text(text.replace('"tiny"', f'"{tmp_path}/tiny"'))
-    _typed("python tiny.py", tmp_path)
+    _typed("python tiny.py", tmp_path, {})
     start = "drumline run --nnodes 2"
     told = hosts.typed(page, start, **{"generate.py": tmp_path / "generate.py"})
     (tokens,) = re.findall(r"\[1, 2, 3, 4, 5, .*\]", "".join(told))

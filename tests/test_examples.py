@@ -1,7 +1,7 @@
 """Every example and recipe runs as it stands, under our launcher and under torchrun."""
 
+import functools
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,11 @@ SCREEN = 60
 EVERY = (ROOT / "tests" / "programs" / "every_script.py", *FOLDERS)
 
 
-def _run(*command: object) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, *map(str, command)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=150, cwd=ROOT)
+@pytest.fixture
+def torchrun(warm, tmp_path):
+    """Runs a script on two ranks of torchrun."""
+    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    return functools.partial(warm.run, *start, env=warm.commands(tmp_path), timeout=150)
 
 
 def _have_all_ended(done: subprocess.CompletedProcess[str], ranks: int) -> None:
@@ -31,15 +33,13 @@ def test_every_example_and_recipe_runs_under_our_launcher(warm):
 
 
 @pytest.mark.timeout(160)
-def test_every_example_and_recipe_runs_under_torchrun():
-    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    _have_all_ended(_run(*start, *EVERY), 2)
+def test_every_example_and_recipe_runs_under_torchrun(torchrun):
+    _have_all_ended(torchrun(*EVERY), 2)
 
 
 @pytest.mark.timeout(160)
-def test_trainers_of_others_run_on_our_backend_under_torchrun():
-    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = _run(*start, EVERY[0], ROOT / "examples" / "trainers")
+def test_trainers_of_others_run_on_our_backend_under_torchrun(torchrun):
+    done = torchrun(EVERY[0], ROOT / "examples" / "trainers")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 ranks agree" in done.stdout and "2 ranks: the loss fell" in done.stdout
 

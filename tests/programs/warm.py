@@ -17,12 +17,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 from launcher.system import linux
 
 ROOT = Path(__file__).parents[2]
+COMMAND = Path(__file__).with_name("warm_command.py")
 IMPORTS = (
     "torch",
     "accelerate",
@@ -138,9 +140,28 @@ class WarmParent:
             process.kill()
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
+    def commands(self, folder: Path) -> dict[str, str]:
+        """With these variables, commands by name are forked from the warm parent.
+
+        folder: where these commands are put. torchrun starts its ranks by PYTHON_EXEC.
+        """
+        for name in ("python", "drumline", "torchrun"):
+            (folder / name).symlink_to(COMMAND)
+        self.run("-c", "")  # it may still be importing
+        path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+        return {
+            "PATH": path,
+            "PYTHON_EXEC": str(folder / "python"),
+            "WARM_PARENT": _address(self._pid),
+        }
+
     def close(self) -> None:
         self._door.close()
         os.waitpid(self._pid, 0)
+
+
+def _address(pid: int) -> str:
+    return f"warm parent {pid}"
 
 
 def prepare() -> None:
@@ -163,18 +184,22 @@ def serve(door: socket.socket) -> list[str]:
     """Fork a process for each request, and say how each ended. Returns its argv in each of them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent, ended = os.getpid(), {}
+    commands = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    commands.bind(f"\0{_address(parent)}")
+    commands.listen()
     woken, waking = os.pipe()
     os.set_blocking(waking, False)
     signal.set_wakeup_fd(waking)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     while True:
-        ready, _, _ = select.select([door, woken], [], [])
+        ready, _, _ = select.select([door, commands, woken], [], [])
         if woken in ready:
             os.read(woken, 4096)
             tell(ended)
-        if door not in ready:
+        if door not in ready and commands not in ready:
             continue
-        request, pipes, _, _ = socket.recv_fds(door, REQUEST_BYTES, 3)
+        asking = door if door in ready else commands.accept()[0]
+        request, pipes, _, _ = socket.recv_fds(asking, REQUEST_BYTES, 3)
         if not request:
             sys.exit()  # and those that are left die with it
         pid = os.fork()
@@ -182,12 +207,15 @@ def serve(door: socket.socket) -> list[str]:
             signal.set_wakeup_fd(-1)
             for fd in (*ended.values(), pipes[2], woken, waking):
                 os.close(fd)
-            door.close()
+            for listening in (door, commands, asking):
+                listening.close()
             return become(parent, json.loads(request), *pipes[:2])
         ended[pid] = pipes.pop()
         for fd in pipes:
             os.close(fd)
-        door.send(str(pid).encode())
+        asking.send(str(pid).encode())
+        if asking is not door:
+            asking.close()
 
 
 def tell(ended: dict[int, int]) -> None:
@@ -211,10 +239,12 @@ def become(parent: int, request: dict, out: int, err: int) -> list[str]:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    tempfile.tempdir = None  # it is TMPDIR's again
     return request["argv"]
 
 
 def run(argv: list[str]) -> None:
+    argv = argv[argv[0] == "-u" :]  # as torchrun starts its ranks
     if argv[0] == "-c":
         sys.argv, sys.path[0] = ["-c", *argv[2:]], os.getcwd()
         exec(compile(argv[1], "<string>", "exec"), sys.modules["__main__"].__dict__)

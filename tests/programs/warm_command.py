@@ -1,0 +1,37 @@
+#!/usr/bin/env -S python3 -IS
+"""`python`, `drumline` or `torchrun`, by its own name, in a process that the warm parent forks.
+
+It stands first on the PATH of commands that a test types (WarmParent.commands()): it is seen
+and ended here like any command, and takes no seconds to import torch.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+
+STARTS = {"python": [], "drumline": ["-m", "drumline"], "torchrun": ["-m", "torch.distributed.run"]}
+SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+
+
+def main() -> int:
+    words = STARTS[os.path.basename(sys.argv[0])] + sys.argv[1:]
+    request = {"argv": words, "env": dict(os.environ), "cwd": os.getcwd()}
+    reading, writing = os.pipe()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.connect(f"\0{os.environ['WARM_PARENT']}")
+        socket.send_fds(door, [json.dumps(request).encode()], [1, 2, writing])
+        os.close(writing)
+        pid = int(door.recv(16))
+    for number in SIGNALS:
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    status = int(os.read(reading, 16))
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
