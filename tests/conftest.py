@@ -114,6 +114,12 @@ def warm(pytestconfig: pytest.Config) -> Iterator[WarmParent]:
         parent.close()
 
 
+@pytest.fixture(scope="session")
+def commands(warm: WarmParent, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """With these variables python, drumline and torchrun have torch imported already."""
+    return warm.commands(tmp_path_factory.mktemp("commands"))
+
+
 COMMAND_ON_HOST = """
 import sys
 from drumline.cli import main
@@ -146,14 +152,14 @@ class Hosts(NetworkHosts):
         env = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
         return parent.start("-c", COMMAND_ON_HOST, self.names[index], *words, env=env, cwd=ROOT)
 
-    def typed(self, page, start="torchrun --nnodes 2", **words):
+    def typed(self, page, commands, start="torchrun --nnodes 2", **words):
         """What the lines for two machines on a page print, each typed on its own host.
 
-        words: what stands on the page for something of the reader's, and what it is here.
+        commands: the fixture. words: what stands on the page for something of the reader's, and
+        what it is here.
         """
         lines = re.findall(f"^{start} .*", page.read_text(), re.MULTILINE)
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        environ = {"PATH": path, "DRUMLINE_TOKEN": secrets.token_hex(32)}
+        environ = {**commands, "DRUMLINE_TOKEN": secrets.token_hex(32)}
         agents = []
         for index, line in enumerate(lines):
             for word, here in words.items():

@@ -89,15 +89,14 @@ RUN = [page for page in PAGES if "<!-- test:" in page.read_text()]
 
 @pytest.mark.timeout(300)  # of a page of ten commands
 @pytest.mark.parametrize("page", RUN, ids=_name)
-def test_the_commands_of_a_page_run_as_printed(page, tmp_path, warm, tmp_path_factory):
-    environ = warm.commands(tmp_path_factory.mktemp("commands"))
+def test_the_commands_of_a_page_run_as_printed(page, tmp_path, commands):
     for name, text in FILE.findall(page.read_text()):
         (tmp_path / name).write_text(text)
     for block in BLOCK.finditer(page.read_text()):
         kind, _, condition = (block[1] or "").partition(", ")
         if not kind.startswith("test: ") or not _can_run(condition, tmp_path):
             continue
-        done = _typed(block[2], tmp_path, environ)
+        done = _typed(block[2], tmp_path, commands)
         printed = done.stdout + done.stderr
         assert (done.returncode == 0) == (kind == "test: run"), printed
         shown = SHOWN.match(page.read_text(), block.end())
@@ -113,13 +112,11 @@ def _can_run(condition: str, folder: Path) -> bool:
     return word != "needs" or shutil.which(name) is not None
 
 
-def _typed(
-    commands: str, folder: Path, environ: dict[str, str]
-) -> subprocess.CompletedProcess[str]:
+def _typed(lines: str, folder: Path, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """As a shell does that stops at the first failure."""
     own = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
     return subprocess.run(
-        ["bash", "-e", "-c", commands],
+        ["bash", "-e", "-c", lines],
         cwd=folder,
         env={**os.environ, **own, **environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -138,19 +135,21 @@ def who(tmp_path):
     return tmp_path / "who.py"
 
 
-def test_the_commands_for_two_machines_run_as_printed(hosts, who):
+def test_the_commands_for_two_machines_run_as_printed(hosts, commands, who):
     words = {"who.py": who, "--nproc-per-node 4": "--nproc-per-node 2"}
-    output = "".join(hosts.typed(RUNNING, **words))  # torchrun does not keep lines apart
+    output = "".join(hosts.typed(RUNNING, commands, **words))  # torchrun does not keep lines apart
     lines = [f"rank {n} of 4, local rank {n % 2}, hosts 2" for n in range(4)]
     assert sorted(re.findall("rank .*? hosts 2", output)) == lines, output
 
 
-def test_our_commands_for_two_machines_run_as_printed_and_their_traces_are_joined(hosts, who):
+def test_our_commands_for_two_machines_run_as_printed_and_their_traces_are_joined(
+    hosts, commands, who
+):
     """With a rank on each, and --trace as well."""
     start = "drumline run --nnodes 2 --node-rank"
     traces = f"{who.parent}/$(hostname).json"
     words = {"-n 4": f"-n 1 --trace {traces}", "who.py": who}
-    assert hosts.typed(RUNNING, start, **words) == [
+    assert hosts.typed(RUNNING, commands, start, **words) == [
         f"[{n}] rank {n} of 2, local rank 0, hosts 2\n" for n in range(2)
     ]
     files = sorted(map(str, who.parent.glob("*.json")))
@@ -160,13 +159,13 @@ def test_our_commands_for_two_machines_run_as_printed_and_their_traces_are_joine
 
 
 @pytest.mark.soak
-def test_the_tutorials_model_runs_on_two_machines(hosts, tmp_path):
+def test_the_tutorials_model_runs_on_two_machines(hosts, commands, tmp_path):
     page = ROOT / "docs" / "tutorial.md"
     for name, text in FILE.findall((ROOT / "docs" / "quickstart.md").read_text()):
         (tmp_path / name).write_text(text.replace('"tiny"', f'"{tmp_path}/tiny"'))
-    _typed("python tiny.py", tmp_path, {})
+    _typed("python tiny.py", tmp_path, commands)
     start = "drumline run --nnodes 2"
-    told = hosts.typed(page, start, **{"generate.py": tmp_path / "generate.py"})
+    told = hosts.typed(page, commands, start, **{"generate.py": tmp_path / "generate.py"})
     (tokens,) = re.findall(r"\[1, 2, 3, 4, 5, .*\]", "".join(told))
     assert len(tokens.split(",")) == 13
 

@@ -15,10 +15,10 @@ EVERY = (ROOT / "tests" / "programs" / "every_script.py", *FOLDERS)
 
 
 @pytest.fixture
-def torchrun(warm, tmp_path):
+def torchrun(warm, commands):
     """Runs a script on two ranks of torchrun."""
     start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    return functools.partial(warm.run, *start, env=warm.commands(tmp_path), timeout=150)
+    return functools.partial(warm.run, *start, env=commands, timeout=150)
 
 
 def _have_all_ended(done: subprocess.CompletedProcess[str], ranks: int) -> None:

@@ -54,12 +54,13 @@ def test_a_group_needs_no_import_and_import_torch_loads_no_communicator(python):
     assert done.stdout.splitlines() == [IMPORTED, "drumline"], done.stderr
 
 
+@pytest.mark.soak  # what torch does with its own variable, in a second interpreter
 def test_where_torch_is_told_to_load_no_backends_the_name_is_unknown(python):
     done = python(FIRST_GROUP, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.stdout.splitlines() == ["[]"]
     assert "drumline" in done.stderr.splitlines()[-1]
 
 
-def test_registering_raises_nothing_where_torch_has_no_backends(python):
-    done = python(FAILING)
+def test_registering_raises_nothing_where_torch_has_no_backends(warm):
+    done = warm.run("-c", FAILING)
     assert done.returncode == 0, done.stderr

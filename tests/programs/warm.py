@@ -7,6 +7,7 @@ processes needs several of them. Run as a program, this file is the parent that 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -34,6 +35,8 @@ IMPORTS = (
     "drumline.cli.generate",
 )
 REQUEST_BYTES = 1 << 17
+HOST = "/proc/self/ns/net"
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000  # of sched.h
 WARM = "warm parent"  # the name of the plugin of pytest that is one
 
 
@@ -158,10 +161,12 @@ class WarmParent:
     def close(self) -> None:
         self._door.close()
         os.waitpid(self._pid, 0)
+        Path(_address(self._pid)).unlink(missing_ok=True)
 
 
 def _address(pid: int) -> str:
-    return f"warm parent {pid}"
+    """Of a socket that has a path: other hosts, which are network namespaces, see it too."""
+    return f"{tempfile.gettempdir()}/warm-parent-{pid}"
 
 
 def prepare() -> None:
@@ -185,7 +190,7 @@ def serve(door: socket.socket) -> list[str]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent, ended = os.getpid(), {}
     commands = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    commands.bind(f"\0{_address(parent)}")
+    commands.bind(_address(parent))
     commands.listen()
     woken, waking = os.pipe()
     os.set_blocking(waking, False)
@@ -199,19 +204,20 @@ def serve(door: socket.socket) -> list[str]:
         if door not in ready and commands not in ready:
             continue
         asking = door if door in ready else commands.accept()[0]
-        request, pipes, _, _ = socket.recv_fds(asking, REQUEST_BYTES, 3)
+        request, fds, _, _ = socket.recv_fds(asking, REQUEST_BYTES, 4)
         if not request:
             sys.exit()  # and those that are left die with it
+        out, err, end, *command = fds
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
-            for fd in (*ended.values(), pipes[2], woken, waking):
+            for fd in (*ended.values(), end, woken, waking):
                 os.close(fd)
             for listening in (door, commands, asking):
                 listening.close()
-            return become(parent, json.loads(request), *pipes[:2])
-        ended[pid] = pipes.pop()
-        for fd in pipes:
+            return become(parent, json.loads(request), out, err, command)
+        ended[pid] = end
+        for fd in (out, err, *command):
             os.close(fd)
         asking.send(str(pid).encode())
         if asking is not door:
@@ -228,9 +234,17 @@ def tell(ended: dict[int, int]) -> None:
         os.close(ended.pop(pid))
 
 
-def become(parent: int, request: dict, out: int, err: int) -> list[str]:
-    """In a process just forked: all that Popen and a fresh interpreter would have set up."""
+def become(parent: int, request: dict, out: int, err: int, command: list[int]) -> list[str]:
+    """In a process just forked: all that Popen and a fresh interpreter would have set up.
+
+    command: a pidfd of the command that asked for this process, if one did: it is on its host.
+    """
     linux.die_with(parent)
+    for pidfd in command:
+        if request["host"] != os.readlink(HOST):
+            namespaces = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWNET
+            assert ctypes.CDLL(None).setns(pidfd, namespaces) == 0, "the host cannot be entered"
+        os.close(pidfd)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for fd, number in ((out, 1), (err, 2)):

@@ -17,11 +17,13 @@ SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 def main() -> int:
     words = STARTS[os.path.basename(sys.argv[0])] + sys.argv[1:]
-    request = {"argv": words, "env": dict(os.environ), "cwd": os.getcwd()}
+    host = os.readlink("/proc/self/ns/net")
+    request = {"argv": words, "env": dict(os.environ), "cwd": os.getcwd(), "host": host}
     reading, writing = os.pipe()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        door.connect(f"\0{os.environ['WARM_PARENT']}")
-        socket.send_fds(door, [json.dumps(request).encode()], [1, 2, writing])
+        door.connect(os.environ["WARM_PARENT"])
+        fds = [1, 2, writing, os.pidfd_open(os.getpid())]
+        socket.send_fds(door, [json.dumps(request).encode()], fds)
         os.close(writing)
         pid = int(door.recv(16))
     for number in SIGNALS:

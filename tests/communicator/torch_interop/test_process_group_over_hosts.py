@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import sys
 
 import pytest
 
 from tests.cases import soak
 
 pytestmark = pytest.mark.skipif(not shutil.which("ip"), reason="runs on Linux with iproute2")
-# One process per host, which imports torch and forks its ranks.
+# One process per host, which forks its ranks.
 HOST = """
 import json, os, sys, traceback
 from datetime import timedelta
@@ -79,10 +78,12 @@ sys.exit(any(os.waitpid(pid, 0)[1] for pid in pids))
 
 
 @pytest.mark.parametrize(("size", "backend"), [(2, "hierarchical"), soak(1, "tcp")])
-def test_ranks_of_two_hosts_sum_and_exchange_messages(hosts, size, backend):
+def test_ranks_of_two_hosts_sum_and_exchange_messages(hosts, commands, size, backend):
     world = 2 * size
     started = [
-        hosts.start(index, [sys.executable, "-c", HOST, str(index * size), str(size), str(world)])
+        hosts.start(
+            index, ["python", "-c", HOST, *map(str, (index * size, size, world))], **commands
+        )
         for index in range(2)
     ]
     outs = [process.communicate(timeout=100)[0] for process in started]

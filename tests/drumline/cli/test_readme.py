@@ -1,9 +1,7 @@
 """The first screen of the README, as a stranger types it."""
 
-import os
 import re
 import secrets
-import sys
 from pathlib import Path
 
 import pytest
@@ -39,12 +37,9 @@ def test_the_program_of_the_first_screen_is_not_changed_and_has_the_tokens_of_on
     assert spread.stdout.replace("[0] ", "") == alone.stdout and "5 6 7 55 54" in alone.stdout
 
 
-def test_two_machines_need_the_line_and_the_token_alone(warm, hosts, script):
+def test_two_machines_need_the_line_and_the_token_alone(warm, hosts, commands, script):
     alone = warm.run(script)
-    environ = {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "DRUMLINE_TOKEN": secrets.token_hex(32),
-    }
+    environ = {**commands, "DRUMLINE_TOKEN": secrets.token_hex(32)}
     lines = [line.replace("10.0.0.1", "10.77.0.1") for line in _lines(script)[1:]]
     lines[0] = lines[0].replace("--nnodes 2", "--nnodes 2 --master-addr 10.77.0.1")
     agents = [hosts.start(n, ["bash", "-c", line], **environ) for n, line in enumerate(lines)]

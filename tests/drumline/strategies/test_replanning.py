@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import drumline
-import launcher
 from coordinator import Coordinator
 from drumline.errors import PlanError
 from drumline.strategies.replanning import memory_of
@@ -16,7 +15,6 @@ from drumline.strategies.replanning import memory_of
 PROGRAM = Path(__file__).parents[1] / "programs" / "outlive_a_rank.py"
 LOSE_AGAIN = PROGRAM.with_name("lose_while_replanning.py")
 PROMPT = torch.tensor([[5, 6, 7, 8]])
-PRELOADED = "transformers.models.llama.modeling_llama"  # once, in place of in each rank
 
 
 def reports(processes):
@@ -76,16 +74,24 @@ def test_ranks_that_cannot_hold_the_model_say_so_in_every_call(checkpoints, star
     assert all(text.startswith("PlanError: the model needs") for text in (batch, *later))
 
 
+FAILING = """
+import sys, drumline, launcher
+
 def fail(path):
     with drumline.load(path, on_failure="replan"):
         raise RuntimeError("of the script")
 
+try:
+    launcher.launch(fail, 3, args=sys.argv[1:])
+except launcher.LaunchError as error:
+    print(error.failures[0].rank, error.failures[0].type)
+"""
 
-def test_an_error_of_the_script_is_told_before_the_end_of_the_other_ranks(checkpoints):
+
+def test_an_error_of_the_script_is_told_before_the_end_of_the_other_ranks(checkpoints, warm):
     """They waited for rank 0 to end, which waited for them, and were then blamed."""
-    with pytest.raises(launcher.LaunchError) as error:
-        launcher.launch(fail, 3, args=(str(checkpoints.llama()[1]),), preload=[PRELOADED])
-    assert (error.value.failures[0].rank, error.value.failures[0].type) == (0, "RuntimeError")
+    done = warm.run("-c", FAILING, checkpoints.llama()[1])
+    assert done.stdout == "0 RuntimeError\n", done.stderr
 
 
 @pytest.mark.parametrize(

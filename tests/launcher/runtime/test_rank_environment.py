@@ -3,8 +3,6 @@
 import os
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,19 +13,17 @@ from launcher.runtime import rank_environment
 from launcher.system import linux, nesting
 
 PROGRAMS = Path(__file__).parents[1] / "programs" / "of_other_tools"
-ROOT = Path(__file__).parents[3]
 
 
-def _run(launcher: str, script: str, *arguments: str, preload: str = ""):
-    start = [sys.executable, "-m", "launcher", "run", "--launcher", launcher, "-n", "2"]
-    options = ["--timeout", "100", *(["--preload", preload] if preload else [])]
-    return subprocess.run(
-        [*start, *options, str(PROGRAMS / script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+@pytest.fixture
+def run(warm, commands):
+    def run(launcher: str, script: str, *arguments: str, preload: str = ""):
+        start = ["-m", "launcher", "run", "--launcher", launcher, "-n", "2", "--timeout", "100"]
+        options = ["--preload", preload] if preload else []
+        words = [*start, *options, PROGRAMS / script, *arguments]
+        return warm.run(*words, env=commands, timeout=110)
+
+    return run
 
 
 def _check(ended, words: str) -> None:
@@ -37,44 +33,44 @@ def _check(ended, words: str) -> None:
 
 
 @pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.soak), "drumline"])
-def test_a_torchrun_script_trains_one_model(backend):
+def test_a_torchrun_script_trains_one_model(run, backend):
     """On gloo, accelerate's script does the same."""
-    _check(_run("multiprocessing", "torchrun_ddp.py", backend, preload="torch"), "trained")
+    _check(run("multiprocessing", "torchrun_ddp.py", backend, preload="torch"), "trained")
 
 
-def test_an_accelerate_script_is_one_training():
+def test_an_accelerate_script_is_one_training(run):
     """It was as many trainings as ranks, and the exit code was 0."""
     pytest.importorskip("accelerate")
-    _check(_run("multiprocessing", "accelerate_loop.py", preload="accelerate"), "trained")
+    _check(run("multiprocessing", "accelerate_loop.py", preload="accelerate"), "trained")
 
 
 @pytest.mark.soak  # under torchrun an example does it
-def test_a_trainer_of_transformers_is_one_training(tmp_path):
+def test_a_trainer_of_transformers_is_one_training(run, tmp_path):
     pytest.importorskip("accelerate")
     script = "transformers_trainer.py"
-    _check(_run("multiprocessing", script, str(tmp_path), preload="transformers"), "trained")
+    _check(run("multiprocessing", script, str(tmp_path), preload="transformers"), "trained")
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpi"])
-def test_libraries_detect_the_world_under_each_launcher(launcher):
+def test_libraries_detect_the_world_under_each_launcher(run, launcher):
     if launcher == "mpi" and not shutil.which("mpiexec"):
         pytest.skip("no MPI: `pip install mpich` installs one")
-    _check(_run(launcher, "detected_environment.py"), "detected")
+    _check(run(launcher, "detected_environment.py"), "detected")
 
 
-def test_an_mpi4py_script_is_one_world_under_mpi():
+def test_an_mpi4py_script_is_one_world_under_mpi(run):
     pytest.importorskip("mpi4py")
     if not shutil.which("mpiexec"):
         pytest.skip("no MPI: `pip install mpich` installs one")
-    ended = _run("mpi", "mpi_allreduce.py")
+    ended = run("mpi", "mpi_allreduce.py")
     _check(ended, "sum 3")
     assert "mpi4py sees" not in ended.stderr
 
 
 @pytest.mark.parametrize(("launcher", "num_processes"), [("multiprocessing", 2), ("threads", 1)])
-def test_a_process_says_that_mpi4py_does_not_see_the_ranks(launcher, num_processes):
+def test_a_process_says_that_mpi4py_does_not_see_the_ranks(run, launcher, num_processes):
     pytest.importorskip("mpi4py")
-    ended = _run(launcher, "mpi_allreduce.py")
+    ended = run(launcher, "mpi_allreduce.py")
     if "cannot load MPI library" in ended.stderr:
         pytest.skip("no MPI library: `pip install mpich` installs one")
     lines = [line for line in ended.stderr.splitlines() if "mpi4py sees a world of 1" in line]
