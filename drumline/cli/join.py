@@ -60,7 +60,7 @@ def main(arguments: Sequence[str], prog: str = "drumline") -> int:
         joined = _joined(options, prog)
     except LaunchError as error:
         print(f"{prog}: {error}", file=sys.stderr)
-        return error.exit_code or 1
+        return 1
     except (ValueError, OSError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return USAGE_CODE

@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass, field
 
 MAGIC = b"drumline"
-VERSION = 6  # of the protocol
+VERSION = 7  # of the protocol
 KEYS = b"drumline, keys of a connection"
 
 

@@ -61,6 +61,11 @@ class FramedConnection:
             self.write(body, deadline, idle)
         self.is_between_messages = True
 
+    def await_message(self, deadline: float, idle: Callable[[], None] = noop) -> None:
+        """Return once a message begins. Raises NoMessage if none has by the deadline."""
+        if not (isinstance(self.socket, EncryptedSocket) and self.socket.pending()):
+            self._wait(select.POLLIN, deadline, idle, NoMessage)
+
     def receive(
         self,
         deadline: float,
@@ -68,8 +73,7 @@ class FramedConnection:
         unpack: Callable[[bytearray], Any] = bytes,
     ) -> Any:
         """The next message, by unpack. Raises NoMessage if none has begun by the deadline."""
-        if not (isinstance(self.socket, EncryptedSocket) and self.socket.pending()):
-            self._wait(select.POLLIN, deadline, idle, NoMessage)
+        self.await_message(deadline, idle)
         self.is_between_messages = False
         (nbytes,) = LENGTH.unpack(self.read_exactly(LENGTH.size, deadline, idle))
         if nbytes > MAX_NBYTES:

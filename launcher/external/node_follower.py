@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,18 +28,16 @@ from launcher.authentication.handshake import (
     purpose_of,
 )
 from launcher.authentication.launch_token import LaunchToken
-from launcher.errors import LaunchError
+from launcher.errors import LaunchError, LaunchTimeout
 from launcher.external.node_messages import (
     ASKS,
     NodeChannel,
     NodeDescription,
     endpoint,
-    missing,
     notice,
     placed,
     printable,
     token_of,
-    too_late,
 )
 from launcher.job import Job
 
@@ -61,17 +57,10 @@ class Invitation:
 
 
 class _Wait:
-    """A wait for the first node, in attempts. describe: the error after limit_s, of why."""
+    """A wait for the first node, in attempts; LaunchTimeout is raised after limit_s."""
 
-    def __init__(
-        self,
-        awaited: str,
-        limit_s: float,
-        describe: Callable[[str], LaunchError],
-        first_notice_s: float = 0.0,
-    ) -> None:
-        self._awaited, self._limit_s, self._describe = awaited, limit_s, describe
-        self.start_s = time.monotonic()
+    def __init__(self, place: str, limit_s: float, first_notice_s: float = 0.0) -> None:
+        self._place, self._limit_s, self.start_s = place, limit_s, time.monotonic()
         self._status_at = self.start_s + first_notice_s
 
     @property
@@ -79,17 +68,23 @@ class _Wait:
         return self.start_s + self._limit_s
 
     def pause(self, why: str) -> None:
-        """Pause before the next attempt, and tell the user why now and then.
-
-        Raises the error after the deadline.
-        """
+        """Pause before the next attempt, and tell the user why now and then."""
         now = time.monotonic()
         if now >= self._status_at:
             self._status_at = now + timings.TIMINGS.node_status_s
             left_s = max(0.0, self.deadline - now)
-            notice(f"waiting for {self._awaited} ({why}), for {left_s:.0f} s at most")
+            notice(
+                f"waiting for the first node at {self._place} ({why}), for {left_s:.0f} s at most"
+            )
         if now >= self.deadline:
-            raise self._describe(why)
+            raise LaunchTimeout(
+                f"no first machine of a launch was at {self._place} within {self._limit_s:g} s "
+                f"({why}): its command has ended, or was not started yet. Start it there, and type "
+                f"the same here again; or check that a firewall lets this machine reach "
+                f"{self._place}.",
+                (),
+                errors.TIMEOUT_CODE,
+            )
         time.sleep(timings.TIMINGS.node_retry_s)
 
 
@@ -100,9 +95,9 @@ class NodeFollower:
     """
 
     def __init__(self, job: Job, stays: bool = False) -> None:
-        self.job, self.port = job, job.master_port or ports.NODES_PORT
-        self._token, self._stays = token_of(job), stays
-        self._opened = contextlib.ExitStack()
+        self.job, self._token, self._stays = job, token_of(job), stays
+        self._address = job.master_addr, job.master_port or ports.NODES_PORT
+        self._place = endpoint(*self._address)
         self._channel: NodeChannel | None = None
         self._attempt: Job | None = None  # to be started, as the first node says
         self._end: dict[str, Any] | None = None  # its last message
@@ -110,7 +105,8 @@ class NodeFollower:
 
     def close(self) -> None:
         """Leave the first node."""
-        self._opened.close()
+        if self._channel is not None:
+            self._channel.close()
 
     def join(self, limit_s: float | None = None) -> Job | None:
         """Wait until the first node has ranks started: the job for those here.
@@ -118,10 +114,8 @@ class NodeFollower:
         None if it has ended well before. Raises LaunchError if it has not, is gone, or refuses this
         node, and LaunchTimeout if it cannot be reached within limit_s, or that of every launch.
         """
-        awaited = missing([0], self.job.nnodes, self._place)
-        limit_s = limit_s or timings.TIMINGS.node_wait_s
-        describe = functools.partial(too_late, awaited, self._place, limit_s)
-        wait = _Wait(awaited, limit_s, describe, timings.TIMINGS.node_status_s)
+        times = timings.TIMINGS
+        wait = _Wait(self._place, limit_s or times.node_wait_s, times.node_status_s)
         while self._end is None and (why := self._try_to_join(wait.deadline)):
             if self._stays:
                 wait.start_s = max(wait.start_s, self._heard_s)
@@ -144,10 +138,6 @@ class NodeFollower:
             self._is_joined = False
         return not self._is_joined
 
-    @property
-    def _place(self) -> str:
-        return endpoint(self.job.master_addr, self.port)
-
     def _try_to_join(self, deadline: float) -> str:
         """Wait at the first node until all have come; why that was not possible, or ""."""
         self._attempt = None
@@ -155,7 +145,10 @@ class NodeFollower:
             if self._channel is not None and self._is_joined:
                 self._channel.send(free=True)
             else:
-                self._channel = self._introduce(deadline)
+                self.close()
+                self._channel = connected_to_first(self._address, self._token, deadline)
+                node = NodeDescription.of(self.job.node_rank, self.job.nnodes, self.job.nprocs)
+                _introduced(self._channel, node, self._place)
             self._is_joined = False  # if the following fails
             while self._attempt is None and self._end is None:
                 message = self._channel.next(2 * timings.TIMINGS.node_status_s)
@@ -172,15 +165,6 @@ class NodeFollower:
                     "this one."
                 ) from None
             return _reason(error)
-
-    def _introduce(self, deadline: float) -> NodeChannel:
-        self._opened.close()
-        address = (self.job.master_addr, self.port)
-        connected = connected_to_first(address, self._token, deadline)
-        channel = self._opened.enter_context(connected)
-        node = NodeDescription.of(self.job.node_rank, self.job.nnodes, self.job.nprocs)
-        _introduced(channel, node, self._place)
-        return channel
 
     def _obey(self, message: dict[str, Any]) -> bool:
         """Do as the first node says; True if ranks that were started have to end."""
@@ -211,10 +195,9 @@ def _reason(error: Exception) -> str:
     return "the process listening there is not a drumline launch"
 
 
-@contextlib.contextmanager
 def connected_to_first(
     address: tuple[str, int], token: LaunchToken, deadline: float
-) -> Iterator[NodeChannel]:
+) -> NodeChannel:
     """A connection to the first node, where both ends have proved that they know the token.
 
     Raises OSError or ConnectionBroken if nothing answers as a first node, which may yet come, and
@@ -228,8 +211,7 @@ def connected_to_first(
     except UnicodeError:
         raise LaunchError(f"{address[0]!r} is not a name of a host.") from None
     with contextlib.ExitStack() as stack:
-        connection = FramedConnection(plain)
-        stack.callback(lambda: connection.socket.close())
+        connection = FramedConnection(stack.enter_context(plain))
         until = time.monotonic() + min(timings.TIMINGS.node_status_s, left_s)
         try:
             authenticate(connection, token.credentials(), Hello(0, NODE), until)
@@ -244,12 +226,13 @@ def connected_to_first(
             raise LaunchError(
                 f"at {place} is not a first node that this one could join: {error}."
             ) from None
-        yield NodeChannel(connection.socket)
+        stack.pop_all()  # it stays open
+        return NodeChannel(connection.socket)
 
 
 def _introduced(channel: NodeChannel, node: NodeDescription, place: str) -> dict[str, Any]:
     """The first node's answer to a description. Raises LaunchError if it sends this one away."""
-    channel.send(node=node.to_json())
+    channel.send(node=vars(node))
     answer = channel.next(timings.TIMINGS.node_status_s)
     if answer is None:
         raise TimeoutError
@@ -268,19 +251,11 @@ def ask_to_join(address: tuple[str, int], token: LaunchToken, node_rank: int = A
     there, if there is no place, or the token is not that node's.
     """
     address = address[0], address[1] or ports.NODES_PORT
-    place, limit_s = endpoint(*address), timings.TIMINGS.node_join_s
-
-    def describe(why: str) -> LaunchError:
-        return LaunchError(
-            f"no first machine of a launch was at {place} within {limit_s:g} s ({why}): its "
-            "command has ended, or was not started yet. Start it there, and type the same here "
-            f"again; or check that a firewall lets this machine reach {place}. Nothing was started."
-        )
-
-    wait = _Wait(f"the first node at {place}", limit_s, describe)
+    place = endpoint(*address)
+    wait = _Wait(place, timings.TIMINGS.node_join_s)
     while True:
         try:
-            with connected_to_first(address, token, wait.deadline) as channel:
+            with contextlib.closing(connected_to_first(address, token, wait.deadline)) as channel:
                 node = NodeDescription.of(node_rank, 0, 0)
                 answer = _introduced(channel, node, place)
                 words = tuple(str(printable(word)) for word in answer["command"])

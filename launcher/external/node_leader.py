@@ -1,6 +1,6 @@
 """The first node of a launch whose nodes have a command each: it has ranks started on all.
 
-leader = NodeLeader(job, stays=True)
+leader = NodeLeader(job)
 launcher.Launch(leader.begin(leader.gather([0, 1], None, has_ended)))
 
 Nobody is heard before having proved the token of the launch. A leader that stays starts ranks again
@@ -12,7 +12,6 @@ the leader ends.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import selectors
 import socket
@@ -26,16 +25,15 @@ from launcher import ports, timings
 from launcher.authentication.encryption import encryption_problem
 from launcher.authentication.framed_connection import ConnectionBroken
 from launcher.authentication.handshake import AuthenticatedListener, Handler, Hello
+from launcher.errors import TIMEOUT_CODE, LaunchTimeout
 from launcher.external.node_messages import (
     ASKS,
     NodeChannel,
     NodeDescription,
     endpoint,
-    missing,
     notice,
     placed,
     token_of,
-    too_late,
 )
 from launcher.job import LOOPBACK, Job, new_launch_id
 from launcher.launch_info import MAX_PORT
@@ -54,6 +52,10 @@ class _NodeConnection:
     node: NodeDescription | None = None
     is_told: bool = False
     heard_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_open(self) -> bool:
+        return self.channel.socket.fileno() >= 0
 
     def send(self, **message: Any) -> None:
         """Send a message; a node that has lost its connection will see so."""
@@ -77,26 +79,23 @@ class NodeLeader:
     """The first node: waits for the others once, or if it stays, whenever ranks are started again.
 
     It listens if the job has several nodes, and then needs the job's token. One thread at a time
-    may use it. A leader that stays calls step() at least every node_status_s. Raises OSError where
-    it cannot listen or encrypt.
+    may use it, and calls step() at least every node_status_s. Raises OSError where it cannot listen
+    or encrypt.
 
     ranks_of_nodes: on each node, as it last came; 0 before.
     """
 
-    def __init__(self, job: Job, stays: bool = False) -> None:
+    def __init__(self, job: Job) -> None:
         self.job, self.port = job, job.master_port or ports.NODES_PORT
         self.me = NodeDescription.of(0, job.nnodes, job.nprocs)
         self.selector = selectors.DefaultSelector()
-        self._has_begun = False
-        self._begun: list[int] = []  # the other nodes whose ranks were started last
-        self._expected: set[int] = set()  # those of them that have not left by themselves
+        self._begun: list[int] | None = None  # the other nodes whose ranks were started last
         self._holder: socket.socket | None = None  # keeps the port of these ranks
         self._status_at = time.monotonic() + timings.TIMINGS.node_status_s
-        self._silent_s = 3 * timings.TIMINGS.node_status_s if stays else math.inf
         self.nodes: dict[int, _NodeConnection] = {}
         self.gone: set[int] = set()  # the nodes that have heard that all have come
         self.ranks_of_nodes = [job.nprocs] + [0] * (job.nnodes - 1)
-        self._numbered: dict[tuple[str, int], int] = {}  # host and pid, the oldest first
+        self._numbered: dict[int, tuple[str, int]] = {}  # host and pid, the oldest first
         self._authenticators: list[AuthenticatedListener] = []
         with contextlib.ExitStack() as opened:
             for listener in self._listeners():
@@ -137,7 +136,7 @@ class NodeLeader:
                 authenticator.tick()
             for connection in list(self.nodes.values()):
                 connection.send(waiting=text)
-                if time.monotonic() - connection.heard_s > self._silent_s:
+                if time.monotonic() - connection.heard_s > 3 * timings.TIMINGS.node_status_s:
                     self._drop(connection)
 
     def meet(self, limit_s: float) -> Job:
@@ -156,7 +155,13 @@ class NodeLeader:
 
     def _give_up(self, limit_s: float) -> None:
         awaited = self._names(self.missing or sorted(self.nodes))
-        error = too_late(awaited, self._place, limit_s, self._seen())
+        error = LaunchTimeout(
+            f"{awaited} did not come within {limit_s:g} s ({self._seen()}). Type `drumline join "
+            f"{self._place}` there, or the same command with its own --node-rank, or check that a "
+            f"firewall lets it reach {self._place}. --timeout SECONDS waits for another time.",
+            (),
+            TIMEOUT_CODE,
+        )
         for connection in self.nodes.values():
             connection.send(end=str(error), code=error.exit_code)
         raise error
@@ -194,7 +199,6 @@ class NodeLeader:
     def begin(self, nodes: Sequence[int]) -> Job:
         """Have ranks started on these nodes, of which 0 is this one; the job for those here."""
         self._begun = [node for node in nodes if node]
-        self._has_begun, self._expected = True, {*self._begun}
         self._release_port()
         if not self._begun:
             place: Any = {"nnodes": 1, "master_addr": LOOPBACK, "master_port": 0}
@@ -231,7 +235,8 @@ class NodeLeader:
 
     def has_lost_a_node(self) -> bool:
         """True if a node whose ranks were started has gone, or its ranks have ended."""
-        return any(node not in self.nodes or not self.nodes[node].is_told for node in self._begun)
+        begun = self._begun or ()
+        return any(node not in self.nodes or not self.nodes[node].is_told for node in begun)
 
     def stop(self) -> None:
         """Have the other nodes end the ranks that were started."""
@@ -247,7 +252,7 @@ class NodeLeader:
         deadline = time.monotonic() + timings.TIMINGS.node_end_s
         for connection in self.nodes.values():
             connection.is_told = False
-        while (self.nodes or self._expected) and (left_s := deadline - time.monotonic()) > 0:
+        while self.nodes and (left_s := deadline - time.monotonic()) > 0:
             for connection in self.nodes.values():
                 if not connection.is_told:
                     connection.is_told = True
@@ -261,7 +266,9 @@ class NodeLeader:
         return endpoint(self.job.master_addr, self.port)
 
     def _names(self, nodes: Sequence[int]) -> str:
-        return missing(nodes, self.job.nnodes, self._place)
+        """The nodes that are awaited, and where: "node 1 of 2 at 10.0.0.1:29600"."""
+        plural, names = "s" * (len(nodes) > 1), ", ".join(map(str, nodes))
+        return f"node{plural} {names} of {self.job.nnodes} at {self._place}"
 
     def _seen(self) -> str:
         return f"nodes seen: {len(self.nodes) + len(self.gone)}"
@@ -273,27 +280,28 @@ class NodeLeader:
         self.selector.register(accepted, selectors.EVENT_READ, handler)
 
     def _receive(self, connection: _NodeConnection) -> None:
-        if connection.channel.socket.fileno() < 0:
-            return  # closed since select() returned
         try:
-            messages = connection.channel.receive()
+            while connection.is_open and (message := connection.channel.next(0)) is not None:
+                connection.heard_s = time.monotonic()
+                self._hear(connection, message)
         except ConnectionBroken:
-            return self._drop(connection)
-        connection.heard_s = time.monotonic()
-        for message in messages:
-            if connection.node is None:
-                try:
-                    node = NodeDescription.from_json(message.get("node"))
-                except ValueError as error:  # of another version, as it has the token
-                    connection.send(problem=f"{error} of drumline {launcher.__version__}")
-                    return self._drop(connection)
-                self._greet(connection, node)
-            elif "gone" in message:
-                self.gone.add(connection.node.node_rank)
+            self._drop(connection)
+
+    def _hear(self, connection: _NodeConnection, message: dict[str, Any]) -> None:
+        if connection.node is None:
+            try:
+                node = NodeDescription.from_json(message.get("node"))
+            except ValueError as error:  # of another version, as it has the token
+                connection.send(problem=f"{error} of drumline {launcher.__version__}")
                 return self._drop(connection)
-            elif "free" in message:
-                connection.is_told = False
-                self._note_return(connection.node, connection.address)
+            self._greet(connection, node)
+        elif "gone" in message:
+            self.gone.add(connection.node.node_rank)
+            self._drop(connection)
+        elif "free" in message:
+            connection.is_told = False
+            if connection.node.node_rank not in (self._begun or ()):
+                self._note_return(connection)
 
     def _greet(self, connection: _NodeConnection, node: NodeDescription) -> None:
         """Take in a node that belongs to this launch; tell it and the user if it does not."""
@@ -314,25 +322,24 @@ class NodeLeader:
         self.nodes[node.node_rank] = connection
         self.ranks_of_nodes[node.node_rank] = node.nprocs
         self.gone.discard(node.node_rank)  # it comes again
-        self._note_return(node, connection.address)
+        if old is None or old.node != node:
+            self._note_return(connection)
 
     def _number(self, node: NodeDescription) -> int:
         """The lowest number that is free; of those that were given away in vain, the oldest."""
-        process = (node.host, node.pid)
-        if process not in self._numbered:
-            numbers = [number for number in self.missing if number not in self._numbered.values()]
-            numbers += [number for number in self._numbered.values() if number in self.missing]
-            if not numbers:
-                return self.job.nnodes  # one too many
-            self._numbered = {
-                other: number for other, number in self._numbered.items() if number != numbers[0]
-            }
-            self._numbered[process] = numbers[0]
-        return self._numbered[process]
+        process, free = (node.host, node.pid), self.missing
+        own = [number for number in free if self._numbered.get(number) == process]
+        others = [number for number in free if number not in self._numbered]
+        in_vain = [number for number in self._numbered if number in free]
+        number = next(iter([*own, *others, *in_vain]), self.job.nnodes)  # or one too many
+        self._numbered.pop(number, None)
+        self._numbered[number] = process
+        return number
 
-    def _note_return(self, node: NodeDescription, address: str) -> None:
-        if self._has_begun and node.node_rank not in self._expected:
-            notice(f"{node} at {address} has come, and is in the next restart")
+    def _note_return(self, connection: _NodeConnection) -> None:
+        if self._begun is not None:
+            text = "has come, and is in the next restart"
+            notice(f"{connection.node} at {connection.address} {text}")
 
     def _problem(self, node: NodeDescription) -> str:
         """Why there is no place for a node; "" if there is one."""
@@ -348,14 +355,13 @@ class NodeLeader:
 
     def _drop(self, connection: _NodeConnection) -> None:
         """Close a connection, and say so if it is that of a node that is needed."""
-        if self._close(connection) and connection.node is not None:
-            self._expected.discard(connection.node.node_rank)
-            if connection.node.node_rank not in self.gone:
-                notice(f"{connection.node} at {connection.address} has left")
+        node = connection.node
+        if self._close(connection) and node is not None and node.node_rank not in self.gone:
+            notice(f"{node} at {connection.address} has left")
 
     def _close(self, connection: _NodeConnection) -> bool:
         """Close a connection; False if it was closed before."""
-        if connection.channel.socket.fileno() < 0:
+        if not connection.is_open:
             return False
         self.selector.unregister(connection.channel.socket)
         connection.channel.socket.close()

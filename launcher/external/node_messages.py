@@ -1,4 +1,4 @@
-"""Messages between the commands of a launch's nodes, which have proved the token: lines of JSON.
+"""Messages between the commands of a launch's nodes, which have proved the token, in JSON.
 
 node -> first   {"node": description}     it is there, or asks what to run
 first -> node   {"node_rank": 1, ...}     its number, or the problem that sends it away
@@ -14,24 +14,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import socket
 import sys
 import time
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import launcher
-from launcher import errors
-from launcher.authentication.framed_connection import ConnectionBroken
+from launcher import timings
+from launcher.authentication.framed_connection import FramedConnection, NoMessage
 from launcher.authentication.launch_token import ADVICE, LaunchToken
-from launcher.errors import LaunchTimeout
 from launcher.job import Job
-from launcher.records.pipe_records import LineBuffer
 
-MAX_NBYTES = 1 << 20  # of one message
 ASKS = -1  # the number of a node that comes without one
 
 
@@ -66,9 +60,6 @@ class NodeDescription:
             raise ValueError("no description of a node")
         return cls(**{name: printable(value) for name, value in values.items()})
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     def __str__(self) -> str:
         return f"node {self.node_rank} (host {self.host})"
 
@@ -86,49 +77,33 @@ class NodeChannel:
     """A connection between two nodes that have proved themselves, and its messages."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self._lines, self._messages = LineBuffer(), deque[dict[str, Any]]()
-        connection.setblocking(False)
+        self.socket, self._framed = connection, FramedConnection(connection)
+        self.close = connection.close
 
     def send(self, **message: Any) -> None:
         """Send a message. Raises ConnectionBroken also if the other end takes nothing in."""
-        unsent = memoryview(json.dumps(message).encode() + b"\n")
-        try:
-            while unsent:
-                unsent = unsent[self.socket.send(unsent) :]
-        except OSError as error:
-            raise ConnectionBroken(error.strerror or str(error)) from error
+        deadline = time.monotonic() + timings.TIMINGS.node_connect_s
+        self._framed.send_packed(json.dumps(message).encode(), deadline)
 
     def next(self, timeout_s: float) -> dict[str, Any] | None:
-        """The next message; None if there is none within timeout_s. Raises ConnectionBroken."""
-        deadline = time.monotonic() + timeout_s
-        while not self._messages:
-            self._messages += self.receive()
-            left_s = max(0.0, deadline - time.monotonic())
-            if not self._messages and not select.select([self.socket], [], [], left_s)[0]:
-                return None
-        return self._messages.popleft()
-
-    def receive(self) -> list[dict[str, Any]]:
-        """All messages that are here. Raises ConnectionBroken once there will be no other."""
-        lines: list[bytes] = []
-        while True:
-            try:
-                data = self.socket.recv(1 << 16)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                raise ConnectionBroken(error.strerror or str(error)) from error
-            lines += self._lines.feed(data)
-            if not data and lines:
-                break  # and the next time there is nothing before the end
-            if not data or self._lines.nbytes > MAX_NBYTES:
-                raise ConnectionBroken("the other end has closed the connection")
+        """The next message; None if none begins within timeout_s. Raises ConnectionBroken."""
         try:
-            messages = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError) as error:
-            raise ConnectionBroken("what is not a message of a node") from error
-        return [message for message in messages if isinstance(message, dict)]
+            self._framed.await_message(time.monotonic() + timeout_s)
+        except NoMessage:
+            return None
+        deadline = time.monotonic() + timings.TIMINGS.node_connect_s
+        message: dict[str, Any] = self._framed.receive(deadline, unpack=_object)
+        return message
+
+
+def _object(body: bytearray) -> dict[str, Any]:
+    try:
+        message = json.loads(body)
+    except RecursionError as error:
+        raise ValueError("JSON that is too deep") from error
+    if not isinstance(message, dict):
+        raise ValueError("no JSON object")
+    return message
 
 
 def notice(text: str) -> None:
@@ -145,23 +120,6 @@ def printable(value: Any) -> Any:
 
 def endpoint(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-
-
-def missing(nodes: Sequence[int], nnodes: int, place: str) -> str:
-    """The nodes that are awaited, and where: "node 1 of 2 at 10.0.0.1:29600"."""
-    plural, names = "s" * (len(nodes) > 1), ", ".join(map(str, nodes))
-    return f"node{plural} {names} of {nnodes} at {place}"
-
-
-def too_late(awaited: str, place: str, limit_s: float, why: str) -> LaunchTimeout:
-    """awaited: as missing() says it. why: they were not there."""
-    return LaunchTimeout(
-        f"{awaited} did not come within {limit_s:g} s ({why}). Type `drumline join "
-        f"{place}` there, or the same command with its own --node-rank, or check that a firewall "
-        f"lets it reach {place}. --timeout SECONDS waits for another time.",
-        (),
-        errors.TIMEOUT_CODE,
-    )
 
 
 def token_of(job: Job) -> LaunchToken:

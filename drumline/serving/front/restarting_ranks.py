@@ -51,7 +51,7 @@ class RestartingRanks:
         restarts: int,
         on_ready: Callable[[Message], None],
     ) -> None:
-        self._leader = launcher.NodeLeader(job, stays=True)
+        self._leader = launcher.NodeLeader(job)
         self._scheduler, self._job = scheduler, job
         self._restarts, self._on_ready = restarts, on_ready
         self._failed_starts, self._is_up = 0, False

@@ -75,8 +75,8 @@ def test_a_missing_node_is_named_every_few_seconds_and_at_the_deadline(hosts):
 def test_a_node_says_that_it_waits_for_the_first(hosts):
     options = ("--master-port", "29500", "--timeout", "2.4")
     ((code, _, err),) = ends(start(hosts, 1, *options))
-    assert f"waiting for node 0 of 2 at {FIRST}:29500 (Connection refused), for " in err
-    assert f"node 0 of 2 at {FIRST}:29500 did not come within 2.4 s (Connection refused)" in err
+    assert f"waiting for the first node at {FIRST}:29500 (Connection refused), for " in err
+    assert f"no first machine of a launch was at {FIRST}:29500 within 2.4 s (Connection" in err
     assert code == 124
 
 
@@ -180,7 +180,7 @@ def test_nodes_that_gave_up_before_they_heard_that_all_are_here_are_waited_for(n
     """The first node had read that they were here, and started alone."""
     with connected() as one, connected() as two:
         for rank, channel in ((1, one), (2, two)):
-            channel.send(node=NodeDescription.of(rank, 3, 2).to_json())
+            channel.send(node=vars(NodeDescription.of(rank, 3, 2)))
             assert channel.next(10)["problem"] == ""
     nodes.start(1, 2)
 
@@ -192,7 +192,7 @@ def problem_of(node):
 
 def answer_to(node):
     with connected() as channel:
-        channel.send(node=node.to_json())
+        channel.send(node=vars(node))
         return channel.next(10)
 
 
@@ -202,7 +202,9 @@ def connected(token=TOKEN):
     while True:
         try:
             address = ("127.0.0.1", PORT)
-            with node_follower.connected_to_first(address, token, time.monotonic() + 10) as channel:
+            until = time.monotonic() + 10
+            channel = node_follower.connected_to_first(address, token, until)
+            with contextlib.closing(channel):
                 yield channel
             return
         except ConnectionRefusedError:
@@ -218,7 +220,7 @@ def leading(**values):
             leader.step(0.05)
 
     has_ended = threading.Event()
-    with contextlib.closing(node_leader.NodeLeader(job(0, **values), stays=True)) as leader:
+    with contextlib.closing(node_leader.NodeLeader(job(0, **values))) as leader:
         thread = threading.Thread(target=serve)
         thread.start()
         try:
@@ -329,8 +331,9 @@ def test_what_is_altered_on_the_way_to_a_node_is_no_command_for_it(monkeypatch):
         wire = Wire()
         address = ("127.0.0.1", wire.port)
         deadline = time.monotonic() + 10
-        with node_follower.connected_to_first(address, TOKEN, deadline) as channel:
-            channel.send(node=NodeDescription.of(ASKS, 0, 0).to_json())
+        connection = node_follower.connected_to_first(address, TOKEN, deadline)
+        with contextlib.closing(connection) as channel:
+            channel.send(node=vars(NodeDescription.of(ASKS, 0, 0)))
             with pytest.raises(ConnectionBroken):
                 channel.next(10)
         wire.thread.join(10)
@@ -346,7 +349,7 @@ def raw_connection():
 
 STRANGERS = {
     "http": b"GET / HTTP/1.0\n" + b" " * 400,
-    "json": json.dumps(NodeDescription.of(1, 3, 2).to_json()).encode() + b"\n" * 400,
+    "json": json.dumps(vars(NodeDescription.of(1, 3, 2))).encode() + b"\n" * 400,
     "long": b"x" * 9999,
     "cut": b"x",
 }
@@ -460,7 +463,7 @@ def test_a_launch_of_several_nodes_without_a_token_is_refused():
 
 def test_ranks_get_a_port_where_the_nodes_meet_at_the_last_one():
     with leading(nnodes=2) as leader, connected() as channel:
-        channel.send(node=NodeDescription.of(1, 2, 2).to_json())
+        channel.send(node=vars(NodeDescription.of(1, 2, 2)))
         assert channel.next(10)["problem"] == ""
         leader.port = MAX_PORT
         assert ports.FIRST_PORT <= leader.begin([0, 1]).master_port < MAX_PORT

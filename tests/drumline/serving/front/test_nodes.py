@@ -220,7 +220,7 @@ proofs = [
     (ports.NODES_PORT + 1, Credentials(derived, "drumline serve", 2), "control"),
     (ports.NODES_PORT + 1, LaunchToken.insecure().credentials(), "control"),
 ]
-words = json.dumps(NodeDescription.of(1, 2, 1).to_json()).encode() + b"\n"
+words = json.dumps(vars(NodeDescription.of(1, 2, 1))).encode() + b"\n"
 idle = collections.deque(maxlen=150)  # connections that it leaves open, more than are held
 while not select.select([sys.stdin], [], [], float(sys.argv[2]))[0]:  # until that is closed
     for port, credentials, purpose in proofs:
