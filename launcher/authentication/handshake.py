@@ -137,6 +137,8 @@ def authenticate(
         raise LaunchFailed(_text(name))
     if answer == Answer.OTHER_ENCRYPTION:
         raise Rejected(describe_encryption(hello.encrypts))
+    if answer != Answer.ACCEPTED:
+        raise Rejected(f"it gave answer {answer}, which this version of drumline does not have")
     connection.socket = exchange.encrypted(connection.socket, server_nonce, is_client=True)
 
 

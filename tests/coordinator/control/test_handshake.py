@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import select
+import selectors
 import signal
 import socket
 import struct
@@ -369,6 +370,27 @@ def patient():
     yield server
     server.begin_closing()
     assert server.wait(5)
+
+
+def test_an_answer_that_this_version_does_not_have_is_refused():
+    """It was taken as accepted."""
+    listener, selector = socket.create_server(("127.0.0.1", 0)), selectors.DefaultSelector()
+    answering = AuthenticatedListener(
+        listener, CREDENTIALS, selector, lambda *_: None, lambda _: (99, "")
+    )
+
+    def serve():
+        for _ in range(2):  # the connection, the hello
+            answering.handle(selector.select(20))
+
+    with listener, socket.create_connection(listener.getsockname(), 20) as link:
+        refused = pytest.raises(Rejected, match="it gave answer 99, which this version")
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with refused:
+            authenticated(link)
+        thread.join()
+        answering.close()
 
 
 def authenticated(link):
