@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from drumline.checkpoint.headers.file_bounds import CONFIG, MAX_LAYERS, FieldError
+from drumline.checkpoint.headers.file_bounds import CONFIG, INTEGER, MAX_LAYERS, FieldError
 from drumline.checkpoint.headers.gguf_header import read_gguf_header
 from drumline.checkpoint.json_files import check_has_config, check_regular_files, read_json
 from drumline.checkpoint.safetensors_index import Index, read_index
@@ -33,6 +33,8 @@ LAYER_COUNT_SUFFIXES = (
     "depth",
 )
 """Endings of the names of fields that hold a number of layers."""
+LAYERS_OF_MODEL = ("num_hidden_layers", "n_layer")
+"""Fields that no model has as 0: transformers would make one without any layer."""
 
 
 def read_config(
@@ -149,12 +151,14 @@ def _check_numbers(folder: Path, content: Mapping[str, Any], index: Index) -> No
     for name, value in _all_fields(content):
         if type(value) not in (int, float):  # null, or of a kind that transformers will refuse
             continue
-        if name.endswith(LAYER_COUNT_SUFFIXES) and value > most:
+        least = int(name in LAYERS_OF_MODEL)
+        if name.endswith(LAYER_COUNT_SUFFIXES) and not least <= value <= most:
             raise CheckpointError(
                 f"{folder}/config.json has {name}={value!r:.20}, but the files hold {len(index)} "
                 "tensors. Take the config.json that was saved with these files."
             )
         bound = CONFIG.get(name) or CONFIG.get(name.rpartition("_")[2])
+        bound = bound or (INTEGER if type(value) is int else None)
         try:
             if bound:
                 replace(bound, name=name).check(value)

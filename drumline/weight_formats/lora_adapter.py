@@ -41,16 +41,22 @@ FACTORS = re.compile(r"(.*)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 UNDERSTOOD = (
     *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "bias"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("modules_to_save", "fan_in_fan_out", "init_lora_weights"),
+    *("modules_to_save", "fan_in_fan_out", "init_lora_weights", "task_type"),
 )
 """Fields of adapter_config.json that are followed here; peft sets fan_in_fan_out by the layer."""
-OF_TRAINING = (
-    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
-    *("inference_mode", "lora_dropout", "megatron_core", "megatron_config", "runtime_config"),
-    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
-    *("ensure_weight_tying",),
-)
-"""Fields that change nothing of what a trained adapter does. With any other one it is refused."""
+OF_TRAINING: Mapping[tuple[type, ...], tuple[str, ...]] = {
+    (str,): ("peft_version", "base_model_name_or_path", "revision", "megatron_core"),
+    (dict,): (
+        *("auto_mapping", "megatron_config", "runtime_config", "loftq_config", "eva_config"),
+        *("corda_config", "lora_ga_config"),
+    ),
+    (bool,): ("inference_mode", "ensure_weight_tying"),
+    (int, float): ("lora_dropout", "qalora_group_size"),
+}
+"""Fields that change nothing of what a trained adapter does, by their types; null is none.
+
+With any other field an adapter is refused.
+"""
 INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the weights of the model alone: pissa does not."""
 DEFAULTS = {"r": 8, "lora_alpha": 8}
@@ -311,7 +317,7 @@ class LoraAdapter:
 
         Also for settings that no adapter can have.
         """
-        kind, fields = self.settings.get("peft_type"), {*UNDERSTOOD, *OF_TRAINING}
+        kind, fields = self.settings.get("peft_type"), {*UNDERSTOOD, *sum(OF_TRAINING.values(), ())}
         surplus = sorted(
             name for name in self.settings if self.settings[name] and name not in fields
         )
@@ -330,6 +336,11 @@ class LoraAdapter:
             ) from error
 
     def _check_words(self) -> None:
+        for types, names in OF_TRAINING.items():
+            for name in names:
+                if (value := self.settings.get(name)) is not None and type(value) not in types:
+                    noun = " or ".join(kind.__name__ for kind in types)
+                    raise FieldError(f"{name}={value!r:.60} is not of type {noun}")
         targets, saved = self.settings.get("target_modules"), self.settings.get("modules_to_save")
         excluded = self.settings.get("exclude_modules") or []
         for name, value in (("target_modules", targets), ("exclude_modules", excluded)):

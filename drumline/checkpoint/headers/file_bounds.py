@@ -53,13 +53,14 @@ def _table(*bounds: Bound) -> Mapping[str, Bound]:
 
 MAX_LAYERS = 1000
 """More layers than any model has that uses the tensors of one layer for many, as ALBERT does."""
+MAX_INT64 = (1 << 63) - 1
 MAX_SIZE = (1 << 31) - 1
 """Of one size of a model, as GGUF's readers hold it."""
 
 SAFETENSORS = _table(
     Bound("header length", int, 0, 100_000_000, "the format's own limit"),
     Bound("dimensions", int, 0, 64, "of a tensor that torch reduces, dim_bitset_size"),
-    Bound("size", int, 0, (1 << 63) - 1, "64 bits, with a sign"),
+    Bound("size", int, 0, MAX_INT64, "64 bits, with a sign"),
 )
 GGUF = _table(
     Bound("version", int, 2, 3, "those that llama.cpp reads"),
@@ -112,7 +113,10 @@ CONFIG = _table(
     Bound("rope_theta", float, 1e-3, 1e30, "a base of powers"),
     Bound("head", int, 0, 1 << 16, "models have a few hundred"),
     Bound("heads", int, 0, 1 << 16, "models have a few hundred"),
+    Bound("window", int, 0, MAX_SIZE, "a number of tokens"),
     Bound("num_labels", int, 0, 100_000, "transformers makes two names for each"),
 )
 """Fields of config.json, by the last words of their names."""
+INTEGER = Bound("integer", int, -MAX_INT64, MAX_INT64, "torch multiplies with no larger one")
+"""Of a field of config.json that has no other bound."""
 TOKEN_ID = Bound("token id", int, 0, MAX_SIZE, "an index into the vocabulary")

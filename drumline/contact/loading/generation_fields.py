@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 MAX_INTEGER = (1 << 31) - 1
+MAX_INT64 = (1 << 63) - 1
 
 
 def _is_integer(value: Any) -> bool:
@@ -17,7 +18,9 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    """True for what torch can multiply with."""
+    is_integer = type(value) is int and abs(value) <= MAX_INT64
+    return is_integer or (type(value) is float and math.isfinite(value))
 
 
 def _is_text(value: Any) -> bool:
@@ -63,7 +66,7 @@ GENERATION: Mapping[tuple[str, Callable[[Any], bool]], tuple[str, ...]] = {
         *("bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_eos_token_id"),
         *("suppress_tokens", "begin_suppress_tokens"),
     ),
-    ("a finite number", _is_number): (
+    ("a finite number of 64 bits", _is_number): (
         *("max_time", "temperature", "top_p", "min_p", "top_h", "typical_p", "length_penalty"),
         *("epsilon_cutoff", "eta_cutoff", "repetition_penalty", "encoder_repetition_penalty"),
         *("guidance_scale", "penalty_alpha", "diversity_penalty"),

@@ -1,11 +1,11 @@
 """Files of a checkpoint that lie, one after the other: each is loaded as it is, or refused.
 
-python -m tests.drumline.checkpoint.hostile_files FOLDER 500 [SEED] [KIND...]
+python -m tests.drumline.checkpoint.hostile_files FOLDER 0:500 SEED [KIND...]
 
-Each in a child of its own: none loads other weights than an independent reader finds in it, takes
-longer than two seconds of processor time, or fills the memory; each error is a CheckpointError that
-names the file. What is wrong is printed with the seed and the number of the case, and its files are
-kept in the folder.
+Each case in a child of its own: none loads other weights than an independent reader finds in it,
+takes longer than two seconds of processor time, or fills the memory; each error is a
+CheckpointError that names the file. What is wrong is printed at once, with the seed and the number
+of the case, and its files are kept in the folder. A case is the same whichever others are run.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import os
 import random
 import resource
 import shutil
-import struct
 import sys
 import time
+import traceback
 import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -27,13 +28,29 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import drumline
 from coordinator import Coordinator
 from drumline.checkpoint.config_files import read_tokenizer
 from drumline.errors import CheckpointError
 from launcher import LaunchInfo
+from tests.drumline.checkpoint.fuzzers import (
+    ConfigFuzzer,
+    FileFuzzer,
+    GgufFuzzer,
+    IndexFuzzer,
+    JsonFuzzer,
+    LoraFuzzer,
+    SafetensorsFuzzer,
+)
 from tests.drumline.checkpoint.gguf_bytes import llama_parts
 from tests.programs.time_limit import seconds
 
@@ -49,203 +66,14 @@ SIZES = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": False,
 }
+
 GENERATION = sorted(name for name in vars(GenerationConfig()) if not name.startswith("_"))
-NUMBERS = (0, 1, 7, 31, 33, 1 << 16, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 63, (1 << 64) - 1)
-
-
-class GgufFuzzer:
-    """Damages a file: bytes of its header, sizes in it, or parts of it."""
-
-    def __init__(self, pick, whole):
-        self.pick, self.whole = pick, whole
-        self.header, self.data = whole.header(), whole.to_bytes()
-
-    def damaged(self):
-        return self.pick.choice([self.bytes, self.bytes, self.number, self.cut, self.parts])()
-
-    def bytes(self):
-        data = bytearray(self.data)
-        for _ in range(self.pick.choice([1, 1, 3, 20])):
-            data[self.pick.randrange(len(self.header))] = self.pick.randrange(256)
-        return bytes(data)
-
-    def number(self):
-        at, size = self.pick.randrange(len(self.header)), self.pick.choice([4, 8])
-        number = self.pick.choice(NUMBERS) % (1 << 8 * size)
-        return self.data[:at] + number.to_bytes(size, "little") + self.data[at + size :]
-
-    def cut(self):
-        at, length = self.pick.randrange(len(self.header)), self.pick.randrange(1, 40)
-        return (
-            self.data[:at] + self.pick.choice([b"", self.data[:length]]) + self.data[at + length :]
-        )
-
-    def parts(self):
-        parts = self.whole.copy()
-        place = self.pick.choice(parts.tensors)
-        number = self.pick.choice(NUMBERS)
-        self.pick.choice(
-            [
-                lambda: place.__setitem__(3, self.pick.choice([number, place[3] + 32, 0])),
-                lambda: place.__setitem__(2, self.pick.randrange(42)),
-                lambda: place[1].__setitem__(0, number),
-                lambda: place[1].append(number),
-                lambda: place[1].reverse(),
-                lambda: self.pick.shuffle(parts.tensors),
-                lambda: self.pick.shuffle(parts.fields),
-                lambda: self.pick.choice(parts.fields).__setitem__(1, self.pick.randrange(14)),
-                lambda: setattr(parts, "num_tensors", number),
-                lambda: setattr(parts, "num_fields", number),
-            ]
-        )()
-        try:
-            return parts.to_bytes()
-        except (struct.error, ValueError, TypeError, KeyError, AttributeError):
-            return self.cut()  # a value that its new type cannot hold
-
-
-class JsonFuzzer:
-    """Damages a JSON file: other values, fields and types, or bytes."""
-
-    VALUES = (
-        *(None, True, 0, 1, -1, 7, 1.5, float("nan"), float("inf"), 1 << 31, -(1 << 63), 10**30),
-        *("", "x", "llama", "auto", "../x", "\ud800", "a" * 10_000, [], {}, [1], [None]),
-        *({"a": 1}, {"type": []}, [[1], {}], list(range(10_000))),
-    )
-    FIELDS = (
-        *("auto_map", "dtype", "quantization_config", "rope_parameters", "rope_scaling"),
-        *("text_config", "vision_config", "layer_types", "sliding_window", "is_encoder_decoder"),
-        *("head_dim", "attn_implementation", "eos_token_id", "cache_implementation", "max_length"),
-        *("id2label", "num_labels", "pruned_heads", "weight_map", "temperature", "added_tokens"),
-        *("num_beams", "bos_token_id", "chat_template", "model_max_length", "tokenizer_class"),
-    )
-
-    def __init__(self, pick, fields=()):
-        self.pick, self.fields = pick, fields or self.FIELDS
-
-    def damage(self, file):
-        if self.pick.random() < 0.25:
-            file.write_bytes(self.with_other_bytes(file.read_bytes()))
-            return
-        content = json.loads(file.read_text())
-        for _ in range(self.pick.choice([1, 1, 2])):
-            self.change(content)
-        file.write_text(json.dumps(content))
-
-    def with_other_bytes(self, data):
-        data = bytearray(data)
-        for _ in range(self.pick.randrange(1, 9)):
-            place = self.pick.randrange(len(data))
-            data[place : place + self.pick.randrange(9)] = self.pick.choice(
-                [b"[", b"{", b",", b"\xff", b"", b"9", b"[" * 100_000]
-            )
-        return bytes(data)
-
-    def change(self, content):
-        place = content
-        while nested := [value for value in place.values() if isinstance(value, dict) and value]:
-            if self.pick.random() < 0.5:
-                break
-            place = self.pick.choice(nested)
-        name = self.pick.choice([*place, *self.fields])
-        self.pick.choice([self.replace, self.replace, self.retype, self.drop])(place, name)
-
-    def replace(self, place, name):
-        place[name] = self.pick.choice(self.VALUES)
-
-    def retype(self, place, name):
-        """The same value as JSON of another type, as a writer in another language has it."""
-        value = place.get(name)
-        place[name] = self.pick.choice([str(value), [value], {"value": value}, f" {value}"])
-
-    def drop(self, place, name):
-        place.pop(name, None)
-
-
-class SafetensorsFuzzer(JsonFuzzer):
-    """Damages the header of a .safetensors file, its length, or the end of the file."""
-
-    DTYPES = ("F32", "F16", "BF16", "I32", "U32", "F64", "F8_E4M3", "F4", "C64", "BOOL", "X")
-
-    def damage(self, file):
-        data = file.read_bytes()
-        length = int.from_bytes(data[:8], "little")
-        head, text, tensors = data[:8], data[8 : 8 + length], data[8 + length :]
-        way = self.pick.randrange(8)
-        if way == 0:
-            head = self.pick.choice(NUMBERS).to_bytes(8, "little")
-        elif way == 1:
-            tensors = self.pick.choice([tensors[:-1], tensors + b"\0", b"", tensors * 2])
-        elif way == 2:
-            text = self.with_other_bytes(text)
-            head = len(text).to_bytes(8, "little")
-        else:
-            header = json.loads(text)
-            for _ in range(self.pick.choice([1, 1, 2])):
-                self.change(header)
-            text = json.dumps(header).encode()
-            head = len(text).to_bytes(8, "little")
-        file.write_bytes(head + text + tensors)
-
-    def change(self, content):
-        names = [name for name in content if isinstance(content[name], dict)]
-        one, other = self.pick.choice(names), self.pick.choice(names)
-        entry = content[one]
-        number = self.pick.choice([*NUMBERS, -1, -32, 1.5, None, True])
-        self.pick.choice(
-            [
-                lambda: entry.update(dtype=self.pick.choice(self.DTYPES)),
-                lambda: entry.update(data_offsets=[number, number]),
-                lambda: entry.update(data_offsets=content[other].get("data_offsets")),
-                lambda: entry.update(shape=content[other].get("shape")),
-                lambda: entry.update(shape=[number, *entry.get("shape", [])]),
-                lambda: entry.update(shape=[-size for size in entry.get("shape", [])]),
-                lambda: entry.update({self.pick.choice([*entry]): self.pick.choice(self.VALUES)}),
-                lambda: content.update({"surplus": dict(entry)}),
-                lambda: content.pop(one),
-                lambda: content.update({one: content[other], other: content[one]}),
-                lambda: content.update({one: self.pick.choice(self.VALUES)}),
-            ]
-        )()
-
-
-class LoraFuzzer:
-    """Damages the settings of an adapter, or the header of its factors."""
-
-    FIELDS = (
-        *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "use_rslora"),
-        *("peft_type", "use_dora", "modules_to_save", "fan_in_fan_out", "bias", "lora_bias"),
-        *("task_type", "exclude_modules", "layers_to_transform", "layers_pattern"),
-        *("init_lora_weights", "inference_mode", "lora_dropout", "revision"),
-    )
-    PATTERNS = ("(([a-z_.0-9]+)+)+!", ".*q_proj", "q_proj", "(", "a" * 2000, "(a|a)*b", "^.*$", "")
-
-    def __init__(self, pick):
-        self.pick = pick
-        self.settings, self.factors = JsonFuzzer(pick, self.FIELDS), SafetensorsFuzzer(pick)
-
-    def damage(self, folder):
-        way, file = self.pick.randrange(5), folder / "adapter_config.json"
-        if way == 0:
-            self.factors.damage(folder / "adapter_model.safetensors")
-        elif way == 1:
-            content = json.loads(file.read_text())
-            name = self.pick.choice(["rank_pattern", "alpha_pattern"])
-            value = self.pick.choice([4, 8, -1, 0, "4", 10**400, 1 << 60, float("nan")])
-            content[name] = {self.pick.choice(self.PATTERNS): value}
-            file.write_text(json.dumps(content))
-        elif way == 2:
-            content = json.loads(file.read_text())
-            name = self.pick.choice(["target_modules", "exclude_modules", "modules_to_save"])
-            names = ["self_attn", "lm_head", "norm", "layers", "0", self.pick.choice(self.PATTERNS)]
-            content[name] = self.pick.choice(
-                [self.pick.choice(self.PATTERNS), *([n] for n in names)]
-            )
-            if name == "target_modules" and isinstance(content[name], list):
-                content[name] += ["q_proj", "down_proj"]
-            file.write_text(json.dumps(content))
-        else:
-            self.settings.damage(file)
+FAMILIES = {
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 8},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt2": {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64},
+}
+"""Models whose configs have fields that a Llama's has not, by model_type."""
 
 
 def to_fp8(name, tensor):
@@ -296,6 +124,13 @@ def save_whole(folder):
     )
     for name, (rewrite, settings) in QUANTIZED.items():
         save_quantized(model, folder / name, rewrite, settings)
+    model.save_pretrained(folder / "shards", max_shard_size="20KB")
+    for name, values in FAMILIES.items():
+        config = AutoConfig.for_model(name, **{**SIZES, "tie_word_embeddings": True, **values})
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+    for name in ("shards", *FAMILIES):
+        for file in (folder / "model").glob("tokenizer*"):
+            shutil.copy(file, folder / name)
     (folder / "adapter").mkdir()
     factors = {}
     for name, module in model.named_modules():
@@ -347,38 +182,40 @@ class Campaign:
     """Cases by kind; each damages files in self.at and returns what is to be loaded, and how."""
 
     def __init__(self, folder, seed):
-        self.folder, self.seed, self.pick = Path(folder), seed, random.Random(seed)
+        self.folder, self.seed = Path(folder), seed
         self.whole, self.at = self.folder / "whole", self.folder / "case"
         model = save_whole(self.whole)
-        self.weights = dict(model.named_parameters())
-        self.gguf = GgufFuzzer(self.pick, llama_parts(model))
+        self.weights, self.gguf = dict(model.named_parameters()), llama_parts(model)
         self.num_loaded = 0
         self.kinds = {
             "gguf": self.of_gguf,
             "safetensors": self.of_safetensors,
+            "shards": self.of_shards,
+            "files": self.of_files,
             "lora": self.of_lora,
-            **{name: lambda name=name: self.of_quantized(name) for name in QUANTIZED},
+            **{name: partial(self.of_quantized, name) for name in QUANTIZED},
+            **{name: partial(self.of_family, name) for name in FAMILIES},
             **{
-                name: lambda name=name: self.of_description(name)
+                name: partial(self.of_description, name)
                 for name in sorted(file.name for file in (self.whole / "model").glob("*.json"))
             },
         }
 
-    def run(self, count, kinds=()):
-        """What is wrong, as lines."""
+    def run(self, numbers, kinds=()):
+        """Yield what is wrong, as lines. numbers: of the cases, as a range."""
         kinds = [*(kinds or self.kinds)]
-        problems = []
-        for number in range(count):
+        for number in numbers:
             shutil.rmtree(self.at, ignore_errors=True)
             shutil.copytree(self.whole, self.at)
+            self.pick = random.Random(f"{self.seed} {number}")
             kind = kinds[number % len(kinds)]
             case = self.kinds[kind]()
-            problem, is_loaded = in_child(lambda case=case: self.problem(*case))
+            problem, is_loaded = in_child(partial(self.problem, *case))
             self.num_loaded += is_loaded
             if problem:
-                problems.append(f"seed {self.seed}, case {number}, {kind}: {problem}")
-                shutil.copytree(self.at, self.folder / f"seed {self.seed} case {number}")
-        return problems
+                place = f"seed {self.seed}, case {number}, {kind}"
+                shutil.copytree(self.at, self.folder / place, symlinks=True, ignore=special_files)
+                yield f"{place}: {problem}"
 
     def problem(self, path, names, is_right, options):
         """The fault in how a damaged file is loaded, "" if there is none; and whether it is loaded.
@@ -407,7 +244,7 @@ class Campaign:
 
     def of_gguf(self):
         file = self.at / "model.gguf"
-        file.write_bytes(self.gguf.damaged())
+        file.write_bytes(GgufFuzzer(self.pick, self.gguf).damaged())
         return file, ("model.gguf",), self.has_own_weights, {}
 
     def of_safetensors(self):
@@ -417,17 +254,45 @@ class Campaign:
 
     def of_description(self, name):
         fields = GENERATION if name == "generation_config.json" else ()
-        JsonFuzzer(self.pick, fields).damage(self.at / "model" / name)
+        fuzzer = JsonFuzzer(self.pick, fields)
+        fuzzer = self.pick.choice([fuzzer, ConfigFuzzer(self.pick)])
+        fuzzer.damage(self.at / "model" / name)
         options = self.pick.choice([{}, {"tp": 1}])
         if name in ("config.json", "generation_config.json"):
             options["generates"] = True
-        return self.at / "model", (name,), self.has_own_weights, options
+        is_right = self.has_own_weights
+        if name == "config.json":
+            is_right = partial(self.has_what_transformers_reads, "model")
+        return self.at / "model", (name,), is_right, options
+
+    def of_shards(self):
+        name = "model.safetensors.index.json"
+        IndexFuzzer(self.pick).damage(self.at / "shards" / name)
+        return (
+            self.at / "shards",
+            (name, ".safetensors", "tensors are missing"),
+            self.has_own_weights,
+            {},
+        )
+
+    def of_files(self):
+        folder = self.at / self.pick.choice(["model", "shards", "gpt2"])
+        name = FileFuzzer(self.pick).damage(folder)
+        names = (name, "no config.json", "tokenizer")
+        is_right = partial(self.has_what_transformers_reads, folder.name)
+        return folder, names, is_right, {"generates": True}
+
+    def of_family(self, name):
+        ConfigFuzzer(self.pick).damage(self.at / name / "config.json")
+        is_right = partial(self.has_what_transformers_reads, name)
+        return self.at / name, ("config.json",), is_right, {"generates": True}
 
     def of_quantized(self, name):
         file = self.at / name / "config.json"
         content = json.loads(file.read_text())
         fields = ("bits", "group_size", "weight_block_size", "config_groups", "checkpoint_format")
-        JsonFuzzer(self.pick, fields).change(content["quantization_config"])
+        fuzzer = self.pick.choice([JsonFuzzer(self.pick, fields), ConfigFuzzer(self.pick)])
+        fuzzer.change(content["quantization_config"])
         file.write_text(json.dumps(content))
         names = ("config.json", "model.safetensors")
         return self.at / name, names, self.has_numbers, {"dequantize": True}
@@ -440,6 +305,14 @@ class Campaign:
     def has_own_weights(self, weights):
         """Every damage that is not seen is of something beside the weights."""
         return differences(weights, self.weights)
+
+    def has_what_transformers_reads(self, name, weights):
+        """A config that says that there are fewer layers than in the files is followed."""
+        try:
+            plain = AutoModelForCausalLM.from_pretrained(self.at / name, dtype="auto")
+        except Exception:  # of any kind, for any field
+            plain = AutoModelForCausalLM.from_pretrained(self.whole / name)
+        return differences(weights, dict(plain.named_parameters()))
 
     def has_numbers(self, weights):
         """Blocks of other sizes may fit as well, and are what the file says then."""
@@ -483,6 +356,8 @@ def in_child(work):
             limit = address_nbytes() + ADDRESSES_NBYTES
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
             os.write(write_end, json.dumps(work()).encode())
+        except BaseException:
+            traceback.print_exc()  # a fault of this program, such as a library that it misses
         finally:
             os._exit(0)
     os.close(write_end)
@@ -502,9 +377,18 @@ def peak_nbytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
+def special_files(folder, names):
+    """Those that cannot be copied."""
+    paths = [Path(folder, name) for name in names]
+    return [path.name for path in paths if path.is_fifo() or path.lstat().st_size > 1 << 30]
+
+
 if __name__ == "__main__":
-    folder, count, seed, *kinds = [*sys.argv[1:3], *(sys.argv[3:] or [random.randrange(1 << 32)])]
-    campaign = Campaign(folder, int(seed))
-    found = campaign.run(int(count), kinds)
-    print(f"{count} cases, {campaign.num_loaded} loaded, {len(found)} problems", *found, sep="\n")
-    sys.exit(bool(found))
+    folder, numbers, seed, *kinds = sys.argv[1:]
+    campaign, num_problems = Campaign(folder, int(seed)), 0
+    numbers = range(*map(int, numbers.split(":")))
+    for problem in campaign.run(numbers, kinds):
+        print(problem, flush=True)
+        num_problems += 1
+    print(f"{len(numbers)} cases, {campaign.num_loaded} loaded, {num_problems} problems")
+    sys.exit(num_problems > 0)

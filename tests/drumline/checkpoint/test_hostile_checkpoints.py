@@ -447,6 +447,10 @@ NUMBERS = [
     {"rms_norm_eps": -1e-5},
     {"num_attention_heads": -1},
     {"num_key_value_heads": 1 << 60},
+    {"num_hidden_layers": -1},  # a model of no layers was loaded
+    {"num_hidden_layers": 0},
+    {"pad_token_id": 10**30},
+    {"sliding_window": -1},  # was a RuntimeError of generate()
     {"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}},
 ]
 
@@ -629,6 +633,7 @@ GENERATION_FIELDS = [
     ("top_k", 1 << 40, "an integer"),
     ("eos_token_id", [[1]], "an integer of 32 bits, or a list"),
     ("temperature", math.nan, "a finite number"),
+    ("guidance_scale", 10**30, "a finite number of 64 bits"),  # was an OverflowError
     ("assistant_early_exit", "0", "an integer"),  # which cut the model itself
     ("stop_strings", [3], "a text, or a list"),
     ("exponential_decay_length_penalty", {"0": 1}, "a list of two numbers"),

@@ -294,6 +294,7 @@ LIES = [
     ({"target_modules": ["v_proj"]}, "q_proj.weight, which its target_modules do not name"),
     ({"target_modules": r".*v_proj"}, "q_proj.weight, which its target_modules do not name"),
     ({"target_modules": None}, "target_modules=None is neither"),
+    ({"corda_config": True}, "corda_config=True is not of type dict"),  # which peft refuses
     ({"target_modules": "\ud800"}, "q_proj.weight, which its target_modules do not name"),
     ({"target_modules": "("}, "'\\(' is not a pattern"),
     ({"target_modules": ".*"}, r"name the model \(LlamaForCausalLM\), which has no update"),
