@@ -166,6 +166,7 @@ BATCHING_UNDERSCORES = {
     "_create_batch_processor": "makes the cache, which takes 0.6 of a host's memory",
     "_generation_step": "hands the model each step's arguments",
     "_run_generation_loop": "the thread, at whose end the attention is given back",
+    "_schedule_request": "gives a prompt its tokens of a step, the first one all of them",
     "_supports_logits_to_keep": "whether a model computes only the logits of last tokens",
     "_use_prefix_sharing": "sorts the prompts of a batch by their beginnings",
     "block_physical_stride": "the distance of blocks in the numbers of tokens",

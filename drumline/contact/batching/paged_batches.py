@@ -220,14 +220,15 @@ class Pace:
 
 @functools.cache
 def scheduler_class(scheduler_type: str) -> type[Any]:
-    """transformers' scheduler of this name, which a prompt holds up less, and a cancelled request
-    not at all."""
+    """transformers' scheduler of this name, which a long prompt holds up less, and a cancelled
+    request not at all."""
 
     base: Any = api.SCHEDULER_MAPPING[scheduler_type]
 
     class PacedScheduler(base):  # type: ignore[misc]
         pace: Pace | None = None
         num_others = num_prompts = 0  # of the last step
+        num_behind = step_tokens = 0  # prompts that have no part of this step yet; its tokens
         block_new_requests: bool
 
         def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
@@ -238,10 +239,19 @@ def scheduler_class(scheduler_type: str) -> type[Any]:
             if self.num_others and self.pace is not None:
                 most = self.num_others + self.pace.tokens(self.num_others, self.num_prompts)
                 token_budget = min(token_budget, most)
+            self.num_behind, self.step_tokens = self.num_prompts, token_budget - self.num_others
             scheduled = super().schedule_batch(token_budget, cache_budget)
             if scheduled[2] <= self.num_others:  # there were no pages for the prompts
                 self.num_prompts = 0
             return scheduled
+
+        def _schedule_request(self, state: Any, tokens: list[int], most: int, *args: Any) -> None:
+            """Let a prompt that takes several steps leave half of this one to those behind it."""
+            if state.remaining_prefill_tokens:
+                self.num_behind -= 1
+                if self.num_behind > 0 and len(tokens) > self.step_tokens:
+                    most = max(most // 2, 1)
+            super()._schedule_request(state, tokens, most, *args)
 
         @property
         def num_startable(self) -> int:

@@ -110,6 +110,18 @@ def test_a_long_prompt_comes_in_chunks_between_the_tokens_of_others(plain, loade
     assert max(sizes) == 2 + beside + 2 * TOKENS_BESIDE_EACH
 
 
+def test_a_short_prompt_begins_while_long_ones_before_it_come_in(plain, loaded):
+    """The first prompt had all tokens of each step, so that the others waited for its end."""
+    prompts = [[3 + n % 50 for n in range(number, number + 900)] for number in range(3)]
+    with scheduling(loaded) as (scheduler, sizes):
+        began_at = []
+        short = Client([5, 6, 7], on_token=lambda number: began_at.append(len(sizes)) or True)
+        clients = submit(scheduler, *map(Client, prompts), short)
+        texts = [client.tokens() for client in clients]
+    assert began_at[0] <= 2
+    assert texts == [alone(plain, prompt) for prompt in [*prompts, [5, 6, 7]]]
+
+
 def test_the_more_prompts_wait_the_more_of_their_tokens_a_step_has(plain, loaded):
     """Thirty-two came in by a few tokens a step, so the first had ended before the last began: no
     more than a dozen were ever computed together."""
