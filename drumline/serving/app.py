@@ -32,17 +32,12 @@ from drumline.errors import DrumlineError, PeerLost
 from drumline.serving import metrics, protocol
 from drumline.serving.answers.message_parser import message_parser
 from drumline.serving.answers.request_stream import (
+    MessagePiece,
     RequestStream,
     SequenceRequest,
-    TextEvent,
     api_error,
 )
-from drumline.serving.answers.response_writer import (
-    ResponseBuilder,
-    events,
-    message_pieces,
-    whole_response,
-)
+from drumline.serving.answers.response_writer import ResponseBuilder, events, whole_response
 from drumline.serving.answers.responses import ItemBuilder, parse_as_chat
 from drumline.serving.front.remote_scheduler import RemoteScheduler
 from drumline.serving.grammar import GrammarCompiler
@@ -253,11 +248,11 @@ class Service:
             )
 
     def _read_prompts(self, body: protocol.CompletionRequest) -> Prompts:
-        self.scheduler.check_capacity(protocol.num_prompts(body.prompt) * body.num_choices)
+        self.scheduler.check_capacity(protocol.num_prompts(body.prompt) * body.n)
         return self.prompts.of_completion(body)
 
     def _read_chat(self, body: protocol.ChatCompletionRequest) -> Prompts:
-        self.scheduler.check_capacity(body.num_choices)
+        self.scheduler.check_capacity(body.n)
         return self.prompts.of_chat(body)
 
     async def _respond(
@@ -279,14 +274,13 @@ class Service:
         sequences = await asyncio.get_running_loop().run_in_executor(
             None, self._sequences, body, prompts, max_tokens
         )
-        parsers = [message_parser(self.tokenizer, body, item.prompt) for item in sequences]
-        skips = body.skip_special_tokens and not parsers[0].uses_special_tokens
+        skips = body.skip_special_tokens and not sequences[0].parser.uses_special_tokens
         on_gap = self.metrics.token_gap_s.observe
         stream = RequestStream(self.tokenizer, sequences, skips, on_gap)
         self.scheduler.submit(stream.generations)
         request_id, num_choices = request.state.request_id, len(stream.generations)
         response = builder(self.name, request_id, body, num_choices, self.tokenizer)
-        pieces = message_pieces(stream, self._measured(stream, request), parsers)
+        pieces = self._measured(stream, request)
         if not body.stream:
             return await whole_response(stream, pieces, response)
         first = await anext(pieces, None)  # an error before it still has a status of its own
@@ -304,10 +298,11 @@ class Service:
         def sequence(prompt: list[int], choice: int) -> SequenceRequest:
             grammar = None if schema is None else self._grammars.json(schema)
             params = body.sampling_params(max_tokens, choice, self._sampling, end_token)
-            return SequenceRequest(prompt, params, end_tokens, grammar, body.has_echo)
+            parser = message_parser(self.tokenizer, body, prompt)
+            return SequenceRequest(prompt, params, end_tokens, grammar, body.has_echo, parser)
 
         try:
-            return [sequence(prompt, i) for prompt in prompts for i in range(body.num_choices)]
+            return [sequence(prompt, i) for prompt in prompts for i in range(body.n)]
         except (ValueError, DrumlineError) as error:
             field = body.schema_field
             text = str(error) if isinstance(error, DrumlineError) else f"{field}: {error}"
@@ -329,12 +324,14 @@ class Service:
                 "max_tokens" if num_prompt < most else None,
             )
 
-    async def _measured(self, stream: RequestStream, request: Request) -> AsyncIterator[TextEvent]:
-        async with contextlib.aclosing(stream.events(request)) as events:
-            async for event in events:
-                if event.end_reason is not None:
-                    self.metrics.finished.labels(str(event.end_reason)).inc()
-                yield event
+    async def _measured(
+        self, stream: RequestStream, request: Request
+    ) -> AsyncIterator[MessagePiece | None]:
+        async with contextlib.aclosing(stream.pieces(request)) as pieces:
+            async for piece in pieces:
+                if piece is not None and (reason := piece.finish_reason):
+                    self.metrics.finished.labels(reason.replace("tool_calls", "stop")).inc()
+                yield piece
         request_s = time.monotonic() - stream.start
         usage = stream.usage()
         self.metrics.prompt_tokens.inc(usage["prompt_tokens"])

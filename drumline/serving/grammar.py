@@ -81,41 +81,18 @@ def parameters_of(function: dict[str, Any]) -> dict[str, Any]:
 
 def schema_of_calls(functions: list[dict[str, Any]], max_calls: int | None) -> dict[str, Any]:
     """The schema of a list of calls, each an object of name and parameters."""
-    names = [str(function.get("name")) for function in functions]
-    schemas = {
-        str(index): _at(parameters_of(function), f"#/$defs/{index}")
-        for index, function in enumerate(functions)
-    }
     calls = [
         {
             "type": "object",
             "properties": {
-                "name": {"const": name},
-                "parameters": {"$ref": f"#/$defs/{index}"},
+                "name": {"const": str(function.get("name"))},
+                # References within a schema that has an id are relative to that schema.
+                "parameters": {**parameters_of(function), "$id": f"urn:tool:{index}"},
             },
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for index, name in enumerate(names)
+        for index, function in enumerate(functions)
     ]
     most = {} if max_calls is None else {"maxItems": max_calls}
-    return {
-        "type": "array",
-        "items": {"anyOf": calls},
-        "minItems": 1,
-        **most,
-        "$defs": schemas,
-        **COMPACT,
-    }
-
-
-def _at(schema: Any, root: str) -> Any:
-    """A schema whose references are relative to this place in a larger one."""
-    if isinstance(schema, list):
-        return [_at(item, root) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    reference = schema.get("$ref")
-    is_local = isinstance(reference, str) and reference.startswith("#")
-    moved = {"$ref": root + reference[1:]} if is_local else {}  # type: ignore[index]
-    return {name: _at(value, root) for name, value in schema.items()} | moved
+    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, **COMPACT}

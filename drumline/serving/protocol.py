@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from drumline.serving.grammar import COMPACT, parameters_of, schema_of_calls
-from drumline.serving.sampling import SAMPLING_FIELDS, SamplingParams
+from drumline.serving.sampling import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
 """Of a completion without max_tokens; a chat may go on to the limit of the server."""
@@ -99,33 +99,28 @@ class GenerationRequest(ApiObject):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = {}
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
+    stop: str | list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
-    response_format: ResponseFormat | None = None
-    n: int | None = Field(None, ge=1, le=128)
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat = ResponseFormat(type="text")
+    n: int = Field(1, ge=1, le=128)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
     skip_special_tokens: bool = True
 
     @field_validator("stop")  # type: ignore[untyped-decorator]
     @classmethod
-    def _check_stop(cls, stop: str | list[str] | None) -> list[str]:
-        texts = [stop] if isinstance(stop, str) else stop or []
+    def _check_stop(cls, stop: str | list[str]) -> list[str]:
+        texts = [stop] if isinstance(stop, str) else stop
         if len(texts) > MAX_STOPS or any(len(text) > MAX_STOP_CHARS for text in texts):
             raise ValueError(f"more than {MAX_STOPS} strings, or {MAX_STOP_CHARS} characters")
         return texts
-
-    @property
-    def num_choices(self) -> int:
-        """Completions of each prompt."""
-        return self.n or 1
 
     @property
     def num_logprobs(self) -> int | None:
@@ -145,23 +140,12 @@ class GenerationRequest(ApiObject):
     @property
     def json_schema(self) -> dict[str, Any] | None:
         """The schema of the response, if it must be JSON."""
-        return None if self.response_format is None else self.response_format.wanted_schema()
+        return self.response_format.wanted_schema()
 
     @property
     def schema_field(self) -> str:
         """The field that has the schema."""
         return "response_format"
-
-    @property
-    def includes_usage(self) -> bool:
-        """True if the last chunk of the stream holds the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def includes_usage_so_far(self) -> bool:
-        """True if every chunk of the stream does."""
-        options = self.stream_options
-        return self.includes_usage and options is not None and options.continuous_usage_stats
 
     def sampling_params(
         self,
@@ -174,23 +158,20 @@ class GenerationRequest(ApiObject):
 
         defaults: by name, of what the request does not have. end_token: the tokenizer's.
         """
-        own = {name: getattr(self, name) for name in SAMPLING_FIELDS}
-        values: dict[str, Any] = {**defaults, **{k: v for k, v in own.items() if v is not None}}
+        shared = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
+        values = {**defaults, **self.model_dump(include=shared, exclude_none=True)}
         ends = set() if end_token is None or self.ignore_eos else {end_token}
-        return SamplingParams(
-            max_tokens=max_tokens,
-            **{**values, "top_k": max(0, values.get("top_k", 0))},
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias=tuple(self.logit_bias.items()),
-            seed=None if self.seed is None else (self.seed + choice) % 2**63,
-            stop=tuple(text for text in self.stop or () if text),
-            stop_tokens=frozenset(self.stop_token_ids) | ends,
-            ignore_eos=self.ignore_eos,
-            min_tokens=self.min_tokens,
-            num_logprobs=self.num_logprobs,
-            scores_prompt=self.has_echo and self.num_logprobs is not None,
-        )
+        values |= {
+            "max_tokens": max_tokens,
+            "top_k": max(0, values.get("top_k", 0)),
+            "logit_bias": tuple(self.logit_bias.items()),
+            "seed": None if self.seed is None else (self.seed + choice) % 2**63,
+            "stop": tuple(text for text in self.stop if text),
+            "stop_tokens": frozenset(self.stop_token_ids) | ends,
+            "num_logprobs": self.num_logprobs,
+            "scores_prompt": self.has_echo and self.num_logprobs is not None,
+        }
+        return SamplingParams(**values)
 
 
 class CompletionRequest(GenerationRequest):

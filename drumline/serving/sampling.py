@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -70,7 +70,7 @@ class TokenLogprob(NamedTuple):
     token: int
     logprob: float | None
     """None of the first token of a prompt, before which there is nothing."""
-    top: tuple[tuple[int, float], ...]
+    top: Sequence[tuple[int, float]]
 
     @classmethod
     def of(cls, token: int, logits: torch.Tensor, num_top: int) -> TokenLogprob:
@@ -79,14 +79,6 @@ class TokenLogprob(NamedTuple):
         values, tokens = logprobs.topk(min(num_top, len(logits)))
         top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
         return cls(token, float(logprobs[token]), top)
-
-    @classmethod
-    def from_json(cls, fields: Any) -> TokenLogprob | None:
-        """One that was sent as JSON, where tuples are lists."""
-        if fields is None:
-            return None
-        token, logprob, top = fields
-        return cls(token, logprob, tuple((other, value) for other, value in top))
 
 
 class TokenSampler:

@@ -36,7 +36,7 @@ class IncrementalDetokenizer:
         self._skip_special_tokens = skip_special_tokens
         self.is_stopped = False
         self._tokens = list(prompt[-NUM_PROMPT_TOKENS:])
-        if self._decode(self._tokens).endswith(REPLACEMENT):
+        if self.text_of(self._tokens).endswith(REPLACEMENT):
             self._tokens = []
         self._prefix_start, self._prefix_end = 0, len(self._tokens)  # the last decoded piece
         self._held_back = ""  # a possible beginning of a stop string
@@ -60,10 +60,11 @@ class IncrementalDetokenizer:
 
     def _pending_text(self) -> str:
         """The text of the tokens after the last decoded piece."""
-        prefix = self._decode(self._tokens[self._prefix_start : self._prefix_end])
-        return self._decode(self._tokens[self._prefix_start :])[len(prefix) :]
+        prefix = self.text_of(self._tokens[self._prefix_start : self._prefix_end])
+        return self.text_of(self._tokens[self._prefix_start :])[len(prefix) :]
 
-    def _decode(self, tokens: list[int]) -> str:
+    def text_of(self, tokens: list[int]) -> str:
+        """The text of tokens by themselves."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=self._skip_special_tokens))
 
     def _before_stop(self, text: str) -> str:

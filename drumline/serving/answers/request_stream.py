@@ -1,8 +1,8 @@
-"""The generations of one request, and their text as it comes.
+"""The generations of one request, and what they add to its messages as it comes.
 
-stream = RequestStream(tokenizer, [SequenceRequest(prompt, params, end_tokens, None)])
+stream = RequestStream(tokenizer, [SequenceRequest(prompt, params, end_tokens)])
 scheduler.submit(stream.generations)
-async for event in stream.events(request): ...
+async for piece in stream.pieces(request): ...
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import Request
 
@@ -20,6 +20,7 @@ from drumline import timings
 from drumline.errors import PeerLost
 from drumline.serving import protocol
 from drumline.serving.answers.detokenize import IncrementalDetokenizer
+from drumline.serving.answers.message_parser import Delta, PlainText
 from drumline.serving.sampling import Grammar, SamplingParams, TokenLogprob
 from drumline.serving.scheduler import Generation, RequestTooLarge, ServerBusy, ServerStopping
 
@@ -40,34 +41,115 @@ def api_error(error: Exception) -> protocol.ApiError:
 
 
 @dataclass(frozen=True)
-class TextEvent:
-    """New text of one choice, and the reason of its end, if it has ended.
+class MessagePiece:
+    """An addition to the message of one choice, and why the choice ended, if it has.
 
-    With neither, the request still waits.
+    logprobs: of the tokens since the piece before, if the request asks for them.
     """
 
     index: int
-    text: str
-    end_reason: str | Exception | None
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of the tokens since the event before, if the request asks for them."""
-    num_tokens: int = 0
-    """Those since the event before."""
+    delta: Delta
+    logprobs: list[TokenLogprob]
+    finish_reason: str | None
 
 
-class SequenceRequest(NamedTuple):
-    """One sequence of a request, as Generation takes it."""
+@dataclass(frozen=True)
+class SequenceRequest:
+    """One sequence of a request, as Generation takes it, and the parser of its text.
+
+    has_echo: True if the prompt is a part of the answer.
+    """
 
     prompt: list[int]
     params: SamplingParams
     end_tokens: set[int]
-    grammar: Grammar | None
+    grammar: Grammar | None = None
     has_echo: bool = False
-    """True if the prompt is a part of the answer."""
+    parser: PlainText = field(default_factory=PlainText)
+
+
+class Choice:
+    """One choice of an answer: takes the tokens of its sequence, and posts what they add to it.
+
+    on_gap(seconds): called with the time between two tokens.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        sequence: SequenceRequest,
+        detokenizer: IncrementalDetokenizer,
+        post: Callable[[MessagePiece | Exception], None],
+        on_gap: Callable[[float], Any],
+    ) -> None:
+        self._index, self._sequence, self._detokenizer = index, sequence, detokenizer
+        self._post, self._on_gap, self._parser = post, on_gap, sequence.parser
+        self.num_reasoning = 0  # tokens
+        self._token_s = 0.0  # when the last one came
+        self._num_held, self._logprobs = 0, list[TokenLogprob]()  # of tokens that are in no piece
+        self._is_echoed, self._has_calls = not sequence.has_echo, False
+        params = sequence.params
+        self._is_prompt_alone = params.max_tokens == 0
+        if self._is_prompt_alone:  # one is always generated
+            params = replace(params, max_tokens=1, stop_tokens=frozenset(), ignore_eos=True)
+        self.generation = Generation(
+            *(sequence.prompt, params, self._on_token, self._on_end),
+            *(sequence.end_tokens, sequence.grammar),
+        )
+
+    @property
+    def num_new(self) -> int:
+        """The tokens of the answer so far."""
+        return min(len(self.generation.new_tokens), self._sequence.params.max_tokens)
+
+    def _on_token(self, token: int) -> bool:
+        before_s, self._token_s = self._token_s, time.monotonic()
+        if before_s:
+            self._on_gap(self._token_s - before_s)
+        self._echo()
+        if self._is_prompt_alone:
+            return True
+        if (logprob := self.generation.sampler.logprob) is not None:
+            self._logprobs.append(logprob)
+        self._num_held += 1
+        self._add(self._detokenizer.add(token))
+        return not self._detokenizer.is_stopped
+
+    def _on_end(self, reason: str | Exception) -> None:
+        if isinstance(reason, Exception):
+            return self._post(reason)
+        if self.generation.new_tokens:  # of which the first may have ended the sequence
+            self._echo()
+        self._add("" if self._is_prompt_alone else self._detokenizer.flush(), reason)
+
+    def _echo(self) -> None:
+        """Add the prompt, once it is scored, before all else."""
+        if not self._is_echoed:
+            self._is_echoed, prompt = True, self._sequence.prompt
+            if self._sequence.params.scores_prompt:
+                first = TokenLogprob(prompt[0], None, ())
+                self._logprobs = [first, *self.generation.prompt_logprobs]
+            self._add(self._detokenizer.text_of(prompt))
+
+    def _add(self, text: str, end_reason: str | None = None) -> None:
+        deltas = self._parser.feed(text) if text else []
+        if end_reason is not None:
+            deltas = [*deltas, *self._parser.finish()] or [{}]
+        self._has_calls |= any("tool_calls" in delta for delta in deltas)
+        if end_reason == "stop" and self._has_calls:
+            end_reason = "tool_calls"
+        for num_left, delta in zip(reversed(range(len(deltas))), deltas, strict=True):
+            self.num_reasoning += self._num_held * ("reasoning_content" in delta)
+            reason = None if num_left else end_reason
+            self._post(MessagePiece(self._index, delta, self._logprobs, reason))
+            self._num_held, self._logprobs = 0, []
 
 
 class RequestStream:
-    """The generations of one request, and their text as it comes; used within the event loop."""
+    """The choices of one request, and their pieces as they come; used within the event loop.
+
+    on_gap: see Choice.
+    """
 
     def __init__(
         self,
@@ -76,104 +158,60 @@ class RequestStream:
         skip_special_tokens: bool = True,
         on_gap: Callable[[float], Any] = lambda _: None,
     ) -> None:
-        self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[TextEvent | None]()
-        self._tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
+        self._loop = asyncio.get_running_loop()
+        self._pieces = asyncio.Queue[MessagePiece | Exception | None]()
         self.start, self.first_token_s = time.monotonic(), 0.0
-        self._sequences, self._on_gap = sequences, on_gap
-        self.num_reasoning = 0  # tokens
-        self.generations = [
-            self._generation(index, sequence) for index, sequence in enumerate(sequences)
-        ]
+        self._choices = []
+        for index, item in enumerate(sequences):
+            detokenizer = IncrementalDetokenizer(
+                tokenizer, item.params.stop, item.prompt, skip_special_tokens
+            )
+            self._choices.append(Choice(index, item, detokenizer, self._post, on_gap))
+        self.generations = [choice.generation for choice in self._choices]
 
-    def _generation(self, index: int, sequence: SequenceRequest) -> Generation:
-        prompt, params, end_tokens, grammar, has_echo = sequence
-        is_prompt_alone = params.max_tokens == 0
-        if is_prompt_alone:  # one is always generated
-            params = replace(params, max_tokens=1, stop_tokens=frozenset(), ignore_eos=True)
-        detokenizer = IncrementalDetokenizer(
-            self._tokenizer, params.stop, prompt, self.skip_special_tokens
-        )
-        logprobs: list[TokenLogprob] = []  # of tokens whose text is not posted yet
-        token_s = 0.0  # when the last one came
-        num_tokens = 0  # since the last event
-
-        def echo() -> None:
-            nonlocal has_echo
-            text = self._tokenizer.decode(prompt, skip_special_tokens=self.skip_special_tokens)
-            first = [TokenLogprob(prompt[0], None, ())] if params.scores_prompt else []
-            self._post(TextEvent(index, text, None, first + generation.prompt_logprobs))
-            has_echo = False
-
-        def on_token(token: int) -> bool:
-            nonlocal token_s, num_tokens
-            before_s, token_s = token_s, time.monotonic()
-            if before_s:
-                self._on_gap(token_s - before_s)
-            if has_echo:
-                echo()
-            if is_prompt_alone:
-                return True
-            if generation.sampler.logprob is not None:
-                logprobs.append(generation.sampler.logprob)
-            num_tokens += 1
-            if text := detokenizer.add(token):
-                self._post(TextEvent(index, text, None, logprobs.copy(), num_tokens))
-                logprobs.clear()
-                num_tokens = 0
-            return not detokenizer.is_stopped
-
-        def on_end(reason: str | Exception) -> None:
-            if has_echo and generation.new_tokens:  # of which the first ends sequences
-                echo()
-            is_text = not (is_prompt_alone or isinstance(reason, Exception))
-            text = detokenizer.flush() if is_text else ""
-            self._post(TextEvent(index, text, reason, logprobs, num_tokens))
-
-        generation = Generation(prompt, params, on_token, on_end, end_tokens, grammar)
-        return generation
-
-    def _post(self, event: TextEvent) -> None:
-        """Pass an event from a thread of the scheduler to the event loop."""
+    def _post(self, piece: MessagePiece | Exception) -> None:
+        """Pass a piece from a thread of the scheduler to the event loop."""
         with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody listens
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+            self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
-    async def events(self, request: Request) -> AsyncGenerator[TextEvent, None]:
-        """Yield until all generations have ended or the client has disconnected.
+    async def pieces(self, request: Request) -> AsyncGenerator[MessagePiece | None, None]:
+        """Yield until all generations have ended or the client has disconnected; None whenever
+        ping_s have passed without a piece.
 
         Raises the exception that ended a generation, as an ApiError.
         """
         disconnect = asyncio.create_task(self._watch_disconnect(request))
         num_open = len(self.generations)
         try:
-            while num_open and (event := await self._events.get()) is not None:
-                if not self.first_token_s and (event.text or event.end_reason is not None):
-                    self.first_token_s = time.monotonic() - self.start
-                if isinstance(event.end_reason, Exception):
-                    raise api_error(event.end_reason) from event.end_reason
-                num_open -= event.end_reason is not None
-                yield event
+            while num_open:
+                try:
+                    piece = await asyncio.wait_for(self._pieces.get(), timings.TIMINGS.ping_s)
+                except TimeoutError:
+                    yield None
+                    continue
+                if piece is None:
+                    return
+                self.first_token_s = self.first_token_s or time.monotonic() - self.start
+                if isinstance(piece, Exception):
+                    raise api_error(piece) from piece
+                num_open -= piece.finish_reason is not None
+                yield piece
         finally:
             disconnect.cancel()
             for generation in self.generations:
                 generation.cancel()
 
     async def _watch_disconnect(self, request: Request) -> None:
-        pinged_s = time.monotonic()
         while not await request.is_disconnected():
             await asyncio.sleep(timings.TIMINGS.disconnect_poll_s)
-            if time.monotonic() - pinged_s >= timings.TIMINGS.ping_s:
-                self._events.put_nowait(TextEvent(0, "", None))
-                pinged_s = time.monotonic()
-        self._events.put_nowait(None)
+        self._pieces.put_nowait(None)
 
     def usage(self) -> dict[str, Any]:
         """The number of tokens so far, as OpenAI's API reports it."""
         first = {id(item.prompt): item for item in reversed(self.generations)}  # choices share it
         num_prompt = sum(len(item.prompt) for item in first.values())
-        num_new = sum(
-            min(len(item.new_tokens), sequence.params.max_tokens)
-            for item, sequence in zip(self.generations, self._sequences, strict=True)
-        )
+        num_new = sum(choice.num_new for choice in self._choices)
+        num_reasoning = sum(choice.num_reasoning for choice in self._choices)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new,
@@ -181,5 +219,5 @@ class RequestStream:
             "prompt_tokens_details": {
                 "cached_tokens": sum(item.num_cached for item in first.values())
             },
-            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning},
+            "completion_tokens_details": {"reasoning_tokens": num_reasoning},
         }

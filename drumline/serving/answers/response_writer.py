@@ -1,7 +1,7 @@
 """The answers of OpenAI's API: whole, in chunks of a stream, or an error.
 
 builder = ResponseBuilder("llama", "5", request, 1, tokenizer)
-return await whole_response(stream, message_pieces(stream, events, parsers), builder)
+return await whole_response(stream, stream.pieces(request), builder)
 """
 
 from __future__ import annotations
@@ -9,33 +9,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from fastapi.responses import JSONResponse, Response
 
-from drumline import timings
 from drumline.serving import protocol
 from drumline.serving.answers.logprobs import LogprobFormatter
-from drumline.serving.answers.message_parser import Delta, PlainText, merged
-from drumline.serving.answers.request_stream import RequestStream, TextEvent, api_error
-from drumline.serving.sampling import TokenLogprob
+from drumline.serving.answers.message_parser import merged
+from drumline.serving.answers.request_stream import MessagePiece, RequestStream, api_error
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class MessagePiece:
-    """An addition to the message of one choice, and why the choice ended, if it has.
-
-    Of an event that adds nothing yet: None.
-    """
-
-    index: int
-    delta: Delta
-    logprobs: list[TokenLogprob]
-    finish_reason: str | None
 
 
 class ResponseBuilder:
@@ -79,11 +63,14 @@ class ResponseBuilder:
         """The events of an addition."""
         choice = self._choice(piece, "delta", self._offsets[piece.index])
         self._offsets[piece.index] += len(piece.delta.get("content", ""))
-        return [self._chunk([choice], {"usage": usage} if self.body.includes_usage_so_far else {})]
+        options = self.body.stream_options
+        has_usage = options.include_usage and options.continuous_usage_stats
+        return [self._chunk([choice], {"usage": usage} if has_usage else {})]
 
     def end(self, usage: dict[str, Any]) -> list[str]:
         """The last events."""
-        last = [self._chunk([], {"usage": usage})] if self.body.includes_usage else []
+        has_usage = self.body.stream_options.include_usage
+        last = [self._chunk([], {"usage": usage})] if has_usage else []
         return [*last, "data: [DONE]\n\n"]
 
     def fail(self, error: protocol.ApiError) -> list[str]:
@@ -104,34 +91,6 @@ class ResponseBuilder:
         }
 
 
-async def message_pieces(
-    stream: RequestStream, events: AsyncIterator[TextEvent], parsers: Sequence[PlainText]
-) -> AsyncIterator[MessagePiece | None]:
-    """The additions of each event to the message of its choice, by that choice's parser. Counts the
-    tokens of reasoning in the stream."""
-    held: list[list[TokenLogprob]] = [[] for _ in parsers]  # of text that is in no delta yet
-    num_held = [0] * len(parsers)
-    callers = set()
-    async for event in events:
-        index, end_reason = event.index, event.end_reason
-        deltas = parsers[index].feed(event.text) if event.text else []
-        held[index] += event.logprobs
-        num_held[index] += event.num_tokens
-        reasons: list[str | None] = [None]
-        if end_reason is not None:
-            deltas = [*deltas, *parsers[index].finish()] or [{}]
-        callers |= {index for delta in deltas if "tool_calls" in delta}
-        if end_reason is not None:
-            is_call = end_reason == "stop" and index in callers
-            reasons = ["tool_calls" if is_call else str(end_reason)]
-        for delta, reason in zip(deltas, [*[None] * (len(deltas) - 1), *reasons], strict=False):
-            stream.num_reasoning += num_held[index] * ("reasoning_content" in delta)
-            yield MessagePiece(index, delta, held[index], reason)
-            held[index], num_held[index] = [], 0
-        if not deltas:
-            yield None
-
-
 async def whole_response(
     stream: RequestStream, pieces: AsyncIterator[MessagePiece | None], builder: ResponseBuilder
 ) -> Response:
@@ -148,21 +107,13 @@ async def events(
     stream: RequestStream,
     builder: ResponseBuilder,
 ) -> AsyncIterator[str]:
-    """The events of a stream. After ping_s without one, a comment follows, so that no proxy takes
-    it for dead."""
-    sent_s = time.monotonic()
+    """The events of a stream; for None a comment, so that no proxy takes it for dead."""
     for event in builder.begin():
         yield event
     try:
         async for piece in _with_first(first, pieces):
-            if piece is not None:
-                for event in builder.add(piece, stream.usage()):
-                    yield event
-            elif time.monotonic() - sent_s >= timings.TIMINGS.ping_s:
-                yield ": ping\n\n"
-            else:
-                continue
-            sent_s = time.monotonic()
+            for event in [": ping\n\n"] if piece is None else builder.add(piece, stream.usage()):
+                yield event
     except Exception as error:
         last = builder.fail(api_error(error))
     else:

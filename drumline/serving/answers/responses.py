@@ -13,11 +13,8 @@ from typing import Any
 
 from drumline.serving import protocol
 from drumline.serving.answers.message_parser import Delta
-from drumline.serving.answers.response_writer import (
-    MessagePiece,
-    ResponseBuilder,
-    server_sent_event,
-)
+from drumline.serving.answers.request_stream import MessagePiece
+from drumline.serving.answers.response_writer import ResponseBuilder, server_sent_event
 
 REASONING = "reasoning_text"
 TEXTS = {"content": "output_text", "reasoning_content": REASONING}

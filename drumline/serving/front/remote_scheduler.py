@@ -73,9 +73,8 @@ class RemoteScheduler(Scheduler):
             num_running, usage, largest = message["load"]
             self._reported = num_running, usage
             self.largest_batch = max(self.largest_batch, largest)
-        item.sampler.logprob = TokenLogprob.from_json(message["logprob"])
-        scores = map(TokenLogprob.from_json, message.get("prompt_logprobs", ()))
-        item.prompt_logprobs += filter(None, scores)
+        item.sampler.logprob = (fields := message["logprob"]) and TokenLogprob(*fields)
+        item.prompt_logprobs += [TokenLogprob(*each) for each in message.get("prompt_logprobs", ())]
         item.num_cached = message.get("num_cached", item.num_cached)
         item.append(message["token"])
 
