@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from drumline.contact.batching.paged_batches import LEAST_BESIDE, TOKENS_BESIDE_EACH, Pace
+from drumline.contact.batching.paced_scheduler import LEAST_BESIDE, TOKENS_BESIDE_EACH, Pace
 from drumline.pipeline.paged_generation import BatchedRanks
 from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import CHUNK_TOKENS, PAGE_SIZE, BatchScheduler, ServingLimits
