@@ -109,13 +109,13 @@ class Alone:
 
 
 class Server:
-    """`drumline serve`, below which any process may be killed at any time."""
+    """A module that serves, below which any process may be killed at any time."""
 
-    def __init__(self, path, *options):
-        command = [sys.executable, "-m", "drumline", "serve", "--model", path, "--port", "0"]
+    def __init__(self, *arguments):
+        command = [sys.executable, "-m", *arguments]
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(
-            [*command, *options], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environ
+            command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environ
         )
         self.url = re.search(r"http://[\d.:]+", self.process.stdout.readline())[0]
 
@@ -148,8 +148,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(path, *options):
-    server = Server(path, *options)
+def serving(*arguments):
+    server = Server(*arguments)
     try:
         yield server
         children = launcher.linux.descendants(server.process.pid)
@@ -161,7 +161,7 @@ def serving(path, *options):
         server.process.wait()
 
 
-def parted(found, wanted, has_left):
+def differs_at_a_tie(found, wanted, has_left):
     """True if a text parts from the wanted one where two tokens are as good; asserts that it does
     not elsewhere."""
     text, gaps = wanted
@@ -182,29 +182,30 @@ def test_texts_in_every_mixture_are_those_of_transformers_alone(plain, options, 
     rng = random.Random(seed)
     requests = [random_request(rng) for _ in range(NUM_REQUESTS)]
     lines = [rng.randrange(1, 20) if rng.random() < 0.15 else None for _ in requests]
+    command = ("drumline", "serve", "--model", plain[1], "--port", "0", "--max-length", "400")
     with (
-        serving(plain[1], "--max-length", "400", "--max-running", "10", *options) as server,
+        serving(*command, "--max-running", "10", *options) as server,
         ThreadPoolExecutor(NUM_CLIENTS) as threads,
     ):
         answers = list(threads.map(server.complete, requests, lines))
-    alone, num_parted = Alone(*plain), 0
+    alone, num_at_ties = Alone(*plain), 0
     for request, left, found in zip(requests, lines, answers, strict=True):
         for pair in zip(found, alone.answer(request), strict=True):
-            num_parted += parted(*pair, has_left=left is not None)
-    print(f"{NUM_REQUESTS} requests, {num_parted} texts part where two tokens are as good")
+            num_at_ties += differs_at_a_tie(*pair, has_left=left is not None)
+    print(f"{NUM_REQUESTS} requests, {num_at_ties} texts part where two tokens are as good")
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_request_is_lost_and_none_changes(plain, seed):
-    """Ranks, and the fork server, go at any moment: each second one while ranks generate."""
+    """Ranks, and the fork server, go at any moment: each second one while ranks generate. There
+    are pages for few tokens, so that sequences are put back, too."""
     rng, alone = random.Random(seed), Alone(*plain)
     requests = [random_request(rng) for _ in range(40)]
     expected = [alone.answer(request) for request in requests]
-    has_ended, num_parted = threading.Event(), []
-    options = ("-n", "2", "--restarts", "1000", "--max-length", "400")
-    with serving(plain[1], *options) as server:
+    has_ended, num_at_ties = threading.Event(), []
+    with serving("tests.programs.few_pages", plain[1]) as server:
 
         def be_a_client(number):
             chosen = random.Random(number)
@@ -212,7 +213,7 @@ def test_no_request_is_lost_and_none_changes(plain, seed):
                 index = chosen.randrange(len(requests))
                 found = server.complete(requests[index])
                 for pair in zip(found, expected[index], strict=True):
-                    num_parted.append(parted(*pair, has_left=False))
+                    num_at_ties.append(differs_at_a_tie(*pair, has_left=False))
 
         with ThreadPoolExecutor(NUM_CLIENTS) as threads:
             clients = [threads.submit(be_a_client, number) for number in range(NUM_CLIENTS)]
@@ -222,8 +223,8 @@ def test_no_request_is_lost_and_none_changes(plain, seed):
                 has_ended.set()
             for client in clients:
                 client.result()
-        print(f"{len(num_parted)} texts, {sum(num_parted)} part where two tokens are as good")
-        assert server.metric("drumline_restarts_total") > 0 and len(num_parted) >= NUM_CLIENTS
+        print(f"{len(num_at_ties)} texts, {sum(num_at_ties)} part where two tokens are as good")
+        assert server.metric("drumline_restarts_total") > 0 and len(num_at_ties) >= NUM_CLIENTS
 
 
 def _kill_at_random(server, rng):
