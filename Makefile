@@ -244,6 +244,8 @@ ENGINES := build/engines
 .PHONY: engines
 engines: $(ENGINES)/ready
 	@$(ENGINES)/bin/python tests/engines/record_signatures.py --check drumline/engines/vllm_signatures.json
+	@$(ENGINES)/bin/python tests/engines/record_signatures.py --check \
+	  examples/vllm_cuda_plugin/drumline_vllm_cuda/vllm_cuda_signatures.json
 	@$(ENGINES)/bin/python tests/engines/check_vllm.py build/vllm_check
 
 # As user 0, start it with chrt -r 10 on a machine that does other things, too.

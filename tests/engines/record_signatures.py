@@ -2,6 +2,8 @@
 
 python record_signatures.py ../../drumline/engines/vllm_signatures.json         # renews the record
 python record_signatures.py --check ../../drumline/engines/vllm_signatures.json
+
+One whose name has `cuda` is of the communicator for CUDA, as that of examples/vllm_cuda_plugin.
 """
 
 import inspect
@@ -26,8 +28,9 @@ def methods(kind: type) -> dict[str, list[str]]:
     }
 
 
-def recorded() -> dict[str, object]:
-    kinds = (DeviceCommunicatorBase, CpuCommunicator, CudaCommunicator)
+def recorded(path: Path) -> dict[str, object]:
+    of_device = CudaCommunicator if "cuda" in path.name else CpuCommunicator
+    kinds = (DeviceCommunicatorBase, of_device)
     methods_of = {f"{kind.__module__}.{kind.__name__}": methods(kind) for kind in kinds}
     return {"version": vllm.__version__, **methods_of}
 
@@ -35,6 +38,6 @@ def recorded() -> dict[str, object]:
 if __name__ == "__main__":
     path = Path(sys.argv[-1])
     if sys.argv[1] != "--check":
-        path.write_text(json.dumps(recorded(), indent=1) + "\n")
-    elif {**json.loads(path.read_text()), "version": vllm.__version__} != recorded():
+        path.write_text(json.dumps(recorded(path), indent=1) + "\n")
+    elif {**json.loads(path.read_text()), "version": vllm.__version__} != recorded(path):
         sys.exit(f"{path} is not of the vLLM that is installed, {vllm.__version__}")

@@ -3,11 +3,11 @@
 Beside vLLM itself: `make engines`.
 """
 
-import contextlib
 import importlib
 import pkgutil
 import sys
 import warnings
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -21,7 +21,13 @@ from drumline.engines import parameters, record_of
 from drumline.engines import vllm as entry
 from tests.programs.recorded_interfaces import refusing, with_signature
 
-RECORD = record_of("vllm")
+# The adapter for CUDA is an example.
+FOLDER = Path(__file__).parents[3] / "examples" / "vllm_cuda_plugin"
+sys.path.insert(0, str(FOLDER))
+cuda_entry = importlib.import_module("drumline_vllm_cuda")
+sys.path.remove(str(FOLDER))
+
+RECORD = {**record_of("vllm"), **record_of("vllm_cuda", cuda_entry.FOLDER)}
 COMMUNICATORS = "vllm.distributed.device_communicators"
 METHODS = {owner.rpartition(".")[2]: RECORD[owner] for owner in RECORD if owner != "version"}
 # Of vLLM's base class, what does nothing there and nothing here.
@@ -34,6 +40,7 @@ EXPERTS = {"dispatch_router_logits", "dispatch", "combine"}
 # Of vLLM's for CUDA, what stays its own, over its own NCCL.
 CUDA_OWN = LEFT | EXPERTS | {"custom_all_gather", "custom_reduce_scatter"}
 DEVICES = ["cpu", "cuda"]
+OURS = ("drumline.", "drumline_vllm_cuda.")
 
 
 def stand_in_class(name: str, *bases: type) -> type:
@@ -106,8 +113,8 @@ def vllm(monkeypatch):
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
     sys.modules["vllm"].platforms = sys.modules["vllm.platforms"]
-    parts = ("platform", "communicator", "cuda_communicator")
-    ours = [f"drumline.engines.vllm_{part}" for part in parts]
+    ours = [f"drumline.engines.vllm_{part}" for part in ("platform", "communicator")]
+    ours += [f"drumline_vllm_cuda.{part}" for part in ("cuda_platform", "communicator")]
     for name in ours:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield sys.modules["vllm"]
@@ -123,10 +130,16 @@ def groups(monkeypatch):
     return ProcessGroup
 
 
+def imported_platform(device):
+    entry_point = cuda_entry if device == "cuda" else entry
+    module, _, name = entry_point.PLATFORM.rpartition(".")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of CUDA, where it was never run
+        return getattr(importlib.import_module(module), name)
+
+
 def communicator_class(device):
-    platform = importlib.import_module("drumline.engines.vllm_platform")
-    module, _, name = platform.COMMUNICATORS[device].rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    return pkgutil.resolve_name(imported_platform(device).get_device_communicator_cls())
 
 
 @pytest.fixture
@@ -213,38 +226,43 @@ def test_a_vllm_with_another_signature_is_refused_by_its_name_before_a_worker_st
 
 def configured(vllm, device):
     """Import the platform and pass it a config, as vLLM does before it starts workers."""
-    if device == "cuda":
-        vllm.platforms.cpu_platform_plugin = lambda: None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of CUDA, where it was never run
-        platform = importlib.import_module("drumline.engines.vllm_platform").DrumlinePlatform
-    platform.check_and_update_config(None)
+    imported_platform(device).check_and_update_config(None)
 
 
-def test_a_vllm_for_another_device_is_refused(vllm):
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_vllm_for_another_device_is_refused(vllm, device):
     vllm.platforms.cpu_platform_plugin = vllm.platforms.cuda_platform_plugin = lambda: None
-    with pytest.raises(Unsupported, match="neither CPUs nor CUDA"):
-        importlib.import_module("drumline.engines.vllm_platform")
+    with pytest.raises(Unsupported, match=r"vLLM detects no (CPUs|CUDA) here"):
+        imported_platform(device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_platform_is_the_one_that_vllm_detects_with_our_communicator(vllm, device):
-    expectation = contextlib.nullcontext()
-    if device == "cuda":
-        vllm.platforms.cpu_platform_plugin = lambda: None
-        expectation = pytest.warns(RuntimeWarning, match="never run on a GPU")
-    with expectation:
-        platform = importlib.import_module("drumline.engines.vllm_platform").DrumlinePlatform
-    assert platform.device_type == device and not platform.use_custom_allreduce()
+    platform = imported_platform(device)
+    assert platform.device_type == device
     bases = [base.__name__ for base in communicator_class(device).__mro__]
     assert platform.get_device_communicator_cls().endswith(f".{bases[0]}")
     assert f"{device.capitalize()}Communicator" in bases  # vLLM asks for it before it captures
 
 
+def test_on_cuda_it_is_asked_for_by_a_variable_of_its_own_and_says_that_it_never_ran(
+    vllm, monkeypatch
+):
+    monkeypatch.setenv("DRUMLINE_VLLM", "1")
+    assert cuda_entry.platform() is None
+    monkeypatch.setenv("DRUMLINE_VLLM_CUDA", "1")
+    module = cuda_entry.platform().rpartition(".")[0]
+    with pytest.warns(RuntimeWarning, match="never run on a GPU"):
+        platform = importlib.import_module(module).DrumlineCudaPlatform
+    assert not platform.use_custom_allreduce()
+    table = (FOLDER / "pyproject.toml").read_text().partition('"vllm.platform_plugins"]')[2]
+    assert f'= "{cuda_entry.__name__}:platform"' in table.partition("\n\n")[0]
+
+
 def test_on_cuda_every_method_is_ours_with_vllms_arguments_or_vllms_own(vllm):
     kind = communicator_class("cuda")
     required = {**METHODS["DeviceCommunicatorBase"], **METHODS["CudaCommunicator"]}
-    own = {name for name in required if getattr(kind, name).__module__.startswith("drumline.")}
+    own = {name for name in required if getattr(kind, name).__module__.startswith(OURS)}
     assert own - {"__init__"} == set(required) - CUDA_OWN - {"__init__"}
     for name in own - {"__init__"}:
         assert parameters(getattr(kind, name)) == required[name], name
@@ -287,7 +305,7 @@ def test_on_cuda_the_end_aborts_where_a_graph_keeps_the_communicator(vllm):
 def test_every_method_of_vllms_base_class_is_here_with_its_arguments(vllm):
     kind = communicator_class("cpu")
     required = {**METHODS["DeviceCommunicatorBase"], **METHODS["CpuCommunicator"]}
-    own = {name for name in required if getattr(kind, name).__module__.startswith("drumline.")} - {
+    own = {name for name in required if getattr(kind, name).__module__.startswith(OURS)} - {
         "__init__"
     }
     assert own == set(required) - LEFT - EXPERTS - {"__init__"}

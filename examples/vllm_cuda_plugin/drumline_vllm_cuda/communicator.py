@@ -6,7 +6,6 @@ that results are new tensors, contiguous, on the current stream.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -17,13 +16,16 @@ from vllm.distributed.device_communicators.cuda_communicator import CudaCommunic
 from communicator import Communicator, CommunicatorError
 from communicator import compile as compiled
 from drumline.engines import check_signatures
-from drumline.engines.vllm import DEVICE_COMMUNICATORS, ENGINE, timeout_s
+from drumline.engines.vllm import DEVICE_COMMUNICATORS, timeout_s
 from drumline.engines.vllm_communicator import VllmCalls
-
-log = logging.getLogger("drumline")
+from drumline_vllm_cuda import ENGINE, FOLDER
 
 check_signatures(
-    ENGINE, vllm.__version__, f"{DEVICE_COMMUNICATORS}.cuda_communicator.CudaCommunicator"
+    ENGINE,
+    vllm.__version__,
+    f"{DEVICE_COMMUNICATORS}.base_device_communicator.DeviceCommunicatorBase",
+    f"{DEVICE_COMMUNICATORS}.cuda_communicator.CudaCommunicator",
+    folder=FOLDER,
 )
 
 
@@ -37,11 +39,7 @@ class VllmCudaCommunicator(VllmCalls, CudaCommunicator):  # type: ignore[misc]  
 
     def __init__(self, cpu_group: ProcessGroup, device: torch.device, **options: Any) -> None:
         super().__init__(cpu_group, device, **options)
-        log.warning(
-            "DRUMLINE_VLLM=1 on CUDA: no model was ever run with these calls on a GPU; compare the "
-            "tokens with those of vLLM alone before you rely on them."
-        )
-        self.comm = Communicator.over(cpu_group, timeout_s=timeout_s(), device=device)
+        self.comm = Communicator.over(cpu_group, timeout_s=timeout_s(ENGINE), device=device)
         self._name = compiled.name(self.comm)
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
