@@ -55,15 +55,10 @@ class Capabilities:
     encrypts: bool = False
 
 
-RENAMED = (
-    "open",
-    "close",
-    "send",
-    "recv",
+COMPOSED = (
     "barrier",
     "broadcast",
     "reduce",
-    "allreduce",
     "allgather",
     "allgatherv",
     "reduce_scatter",
@@ -71,9 +66,10 @@ RENAMED = (
     "alltoall",
     "gather",
     "scatter",
-    "group",
-    "decline",
 )
+"""Operations that work on top of others where a library has none."""
+
+RENAMED = ("open", "close", "send", "recv", "allreduce", "group", "decline", *COMPOSED)
 """Methods of Backend whose names began with do_, until the release before."""
 
 

@@ -6,6 +6,22 @@ import torch
 Check = Callable[[Sequence[int], float], None]
 Dropped = tuple[int, int, bytes, bool]
 
+StepProgram = tuple[bytes, int]
+
+def program(
+    name: str, rank: int, peers: bytes, numel: int, itemsize: int, root: int, /
+) -> StepProgram: ...
+def exchange(
+    rank: int,
+    peers: bytes,
+    itemsize: int,
+    sends: bytes,
+    recvs: bytes,
+    source: int,
+    target: int,
+    /,
+) -> StepProgram: ...
+
 class ConnectionEnded(Exception):
     """args: the peer, its notice or 0, an errno or 0, and a text."""
 
@@ -24,9 +40,6 @@ class Engine:
         check: Check,
         /,
     ) -> Dropped | None: ...
-    def remember(
-        self, tensor: torch.Tensor, op: object, steps: bytes, text: bytes, scratch_nbytes: int, /
-    ) -> None: ...
     def allreduce(
         self, tensor: torch.Tensor, op: object, out: torch.Tensor | None, check: Check, /
     ) -> Dropped | NotImplementedType | None: ...

@@ -22,15 +22,21 @@ import torch
 
 from communicator import timings
 from communicator.backend import Backend, Capabilities
+from communicator.backends.scheduled_collectives import (
+    NOTHING,
+    Buffer,
+    Slice,
+    SubgroupCollectives,
+    parts,
+    row,
+)
 from communicator.backends.tagged_p2p import TaggedP2PBackend
 from communicator.backends.tcp import Tcp
-from communicator.calls import call_check, programs
+from communicator.calls import call_check
 from communicator.calls.async_work import AsyncWork
 from communicator.calls.default_collectives import P2PCall, accumulator
 from communicator.calls.dtypes import SMALL_FLOATS
 from communicator.calls.failures import describe_late, describe_lost, report
-from communicator.calls.scheduled_collectives import SubgroupCollectives
-from communicator.calls.schedules import Slice, parts
 from communicator.communicator import Communicator
 from communicator.errors import (
     WORK_ERRORS,
@@ -232,10 +238,12 @@ class Hierarchical(Backend):
 
     def _reduce_rows(self, result: torch.Tensor, total: torch.Tensor, op: str) -> None:
         """Row `rank` of the totals of all nodes, reduced into result."""
+        nodes, width = range(len(self._nodes)), result.numel()
         for place, column in self._columns.items():
-            rows = total.new_empty((len(self._nodes), result.numel()))
-            column.run_program(programs.scattered_rows, total, rows, "", self._nodes, place)
-            if place < len(self._node_ranks):
+            rows, is_here = total.new_empty((len(nodes), width)), place < len(self._node_ranks)
+            sends = [self._row_of(node, place, width) for node in nodes]
+            column.exchange(total, rows, sends, [row(width * is_here, node) for node in nodes])
+            if is_here:
                 rows[self._node] = total[self.rank]
                 self._write_result(result, column.reduce_parts(rows, _partial_op(op)), op)
 
@@ -294,9 +302,15 @@ class Hierarchical(Backend):
     def _gather_rows(self, out: torch.Tensor, numel: int, segment: Slice) -> None:
         """A segment of the rows of other nodes' ranks, for each column of this rank."""
         for place, column in self._columns.items():
-            column.run_program(
-                programs.gathered_rows, out, out, "", self._nodes, place, numel, segment
-            )
+            rows = [self._row_of(node, place, numel) for node in range(len(self._nodes))]
+            begin, end = segment
+            recvs = [(first + begin, first + end) if last else (0, 0) for first, last in rows]
+            column.exchange(out, out, [recvs[self._node]] * len(recvs), recvs, Buffer.OUT)
+
+    def _row_of(self, node: int, place: int, numel: int) -> Slice:
+        """The row, of numel elements, of the node's rank at this place; nothing without one."""
+        ranks = self._nodes[node]
+        return row(numel, ranks[place]) if place < len(ranks) else (0, 0)
 
     def _share_rows(self, out: torch.Tensor, numel: int, segment: Slice) -> None:
         """Each rank of this node has the rows of its columns: give them to the others."""
@@ -315,7 +329,10 @@ class Hierarchical(Backend):
 
     def _swap_between(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """Alltoall among the ranks of different nodes."""
-        self._network.run_program(programs.swapped_rows, tensor, out, "", self._nodes[self._node])
+        width, near = out.shape[1], self._node_ranks
+        rows = [NOTHING if rank in near else row(width, rank) for rank in range(self.world_size)]
+        everyone = SubgroupCollectives(self._network, range(self.world_size))
+        everyone.exchange(tensor, out, rows, rows)
 
     def barrier(self) -> None:
         with self._failing_together("barrier"):

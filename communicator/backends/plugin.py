@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 import communicator._native as _native
-from communicator.backend import Backend
+from communicator.backend import COMPOSED, Backend
 from communicator.backends.byte_streams import ByteStreams
 from communicator.calls.checked_calls import CheckedCalls
 from communicator.calls.default_collectives import P2PCall
@@ -349,21 +349,7 @@ def _empty_private(self: PluginBackend, sizes: tuple[int, ...], dtype: torch.dty
 
 # By optional entry of the library: the method that calls it, and what stands in for it.
 REPLACEMENTS = {
-    **{
-        entry: (entry, getattr(Backend, entry))
-        for entry in (
-            "broadcast",
-            "reduce",
-            "allgather",
-            "allgatherv",
-            "reduce_scatter",
-            "reduce_scatterv",
-            "alltoall",
-            "gather",
-            "scatter",
-            "barrier",
-        )
-    },
+    **{entry: (entry, getattr(Backend, entry)) for entry in COMPOSED},
     "group_start": ("group", Backend.group),
     "mem_alloc": ("_empty_shared", _empty_private),
 }

@@ -9,15 +9,24 @@ by a description of it, so that a mistake there is named at once.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from communicator.backend import Backend, Capabilities
+from communicator.backends.scheduled_collectives import (
+    COPY,
+    RECV,
+    REDUCE,
+    SEND,
+    STEP,
+    Buffer,
+    StepProgram,
+)
 from communicator.calls import call_check
+from communicator.calls.async_work import AsyncWork
 from communicator.calls.default_collectives import P2PCall
-from communicator.calls.scheduled_collectives import ProgramRunner
-from communicator.calls.schedules import Schedule
 from communicator.errors import CommunicatorError
 
 DESCRIPTION = "description"  # in the tag, in place of a shape and dtype
@@ -34,7 +43,7 @@ class PendingMessage:
         self.kind, self.tensor, self.peer, self.number = kind, tensor, peer, number
 
 
-class TaggedP2PBackend(ProgramRunner, Backend):
+class TaggedP2PBackend(Backend):
     """A backend over such a library, which provides start_bytes and wait_for."""
 
     capabilities = Capabilities(empty_messages=True)
@@ -65,13 +74,38 @@ class TaggedP2PBackend(ProgramRunner, Backend):
     def group(self, calls: list[P2PCall]) -> None:
         self.finish_group(self.start_group(calls))
 
-    def run_schedule(self, schedule: Schedule, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Run the rounds, which send from source and receive into target, both flat."""
-        for sends, recvs in schedule.rounds:
-            self.group(
-                [("send", source[begin:end], peer) for peer, begin, end in sends]
-                + [("recv", target[begin:end], peer) for peer, begin, end in recvs]
-            )
+    def submit(self, call: Callable[[], object]) -> AsyncWork:
+        """Make a call; here it only returns when it has ended."""
+        return AsyncWork([]).run(call)
+
+    def run_program(
+        self, program: StepProgram, tensor: torch.Tensor, out: torch.Tensor, op: str = ""
+    ) -> None:
+        """Take the steps as csrc/tcp/engine.cpp does, one round of messages after the other."""
+        packed, scratch_nbytes = program
+        scratch = tensor.new_empty(scratch_nbytes // tensor.itemsize)
+        buffers = {
+            Buffer.TENSOR: tensor.view(-1),
+            Buffer.OUT: out.view(-1),
+            Buffer.SCRATCH: scratch,
+        }
+        calls: list[P2PCall] = []
+        for kind, peer, source, target, *places in STEP.iter_unpack(packed):
+            begin, to, numel = (nbytes // tensor.itemsize for nbytes in places)
+            if kind in (SEND, RECV):
+                buffer, at = (source, begin) if kind == SEND else (target, to)
+                piece = buffers[buffer][at : at + numel]
+                calls.append(("send" if kind == SEND else "recv", piece, peer))
+                continue
+            self.group(calls)
+            calls = []
+            if kind == COPY:
+                buffers[target][to : to + numel] = buffers[source][begin : begin + numel].clone()
+            elif kind == REDUCE:
+                rows = scratch[begin : begin + source * numel].view(source, numel)
+                total = self.reduce_parts(rows.roll(-peer, 0), op)
+                buffers[target][to : to + numel] = total
+        self.group(calls)
 
     def start_group(self, calls: list[P2PCall]) -> list[PendingMessage]:
         """Start sends and receives, which progress by themselves until finish_group."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,15 +15,20 @@ from communicator import timings
 from communicator.backend import Backend, Capabilities
 from communicator.backends._tcp import ConnectionEnded, Engine
 from communicator.backends.byte_streams import configure, silent_s
+from communicator.backends.scheduled_collectives import (
+    RECV,
+    SEND,
+    STEP,
+    ScheduledCollectives,
+    StepProgram,
+    packed,
+)
 from communicator.calls import call_check
 from communicator.calls.async_work import AsyncWork, WorkQueue
 from communicator.calls.checked_calls import CheckedCalls
 from communicator.calls.default_collectives import P2PCall
 from communicator.calls.dtypes import OPS, Op, dtype_info, op_name
 from communicator.calls.failures import describe_late, describe_lost, report
-from communicator.calls.programs import CollectiveProgram, Copy, Transfers, allreduce
-from communicator.calls.scheduled_collectives import ScheduledCollectives, run_alone
-from communicator.calls.schedules import Schedule
 from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, PeerLost
 from coordinator import (
     Coordinator,
@@ -36,8 +40,6 @@ from coordinator import (
 )
 
 LEFT, UNREACHABLE = FailureReason.LEFT, FailureReason.UNREACHABLE
-STEP = struct.Struct("iiiiQQQ")  # tcp::Step of csrc/tcp/engine.h
-COPY, SEND, RECV, ROUND, REDUCE, SETTLE = range(6)
 KINDS = {"send": SEND, "recv": RECV}
 # The last message of a connection is one of these, and why no other follows.
 END_NOTICE, CLOSE_NOTICE = 2**64 - 1, 2**64 - 2
@@ -90,9 +92,7 @@ class TcpCalls(CheckedCalls):
     ) -> torch.Tensor:
         if self.backend.try_allreduce(tensor, op, out):
             return tensor if out is None else out
-        result = super().allreduce(tensor, op, out=out)
-        self.backend.remember_allreduce(tensor, op)
-        return result
+        return super().allreduce(tensor, op, out=out)
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
         if self.pending is None:
@@ -125,6 +125,7 @@ class Tcp(ScheduledCollectives, Backend):
 
     def open(self) -> None:
         self.collective = ""  # the call in progress, which its messages name
+        self.peers = packed(range(self.world_size))
         self._queue = WorkQueue()
         self._silent_s = silent_s(self.coor)
         links = self.coor.connections(timeout_s=self.timeout_s)
@@ -186,8 +187,8 @@ class Tcp(ScheduledCollectives, Backend):
     # The engine does these alone, or nothing: then they go the way of all calls.
 
     def try_allreduce(self, tensor: torch.Tensor, op: Op, out: torch.Tensor | None) -> bool:
-        """True if the engine knew the call, and did it."""
-        if self.ended_by is not None:
+        """True if the engine could take the tensor as it is, and did the call."""
+        if self.ended_by is not None or self._num_compared < self.capabilities.checked_calls:
             return False
         try:
             dropped = self._engine.allreduce(tensor, op, out, self._check_wait)
@@ -196,14 +197,6 @@ class Tcp(ScheduledCollectives, Backend):
         if dropped is not None and dropped is not NotImplemented:
             self._fail_mismatch(dropped, self._describe_allreduce(tensor, op))
         return dropped is None
-
-    def remember_allreduce(self, tensor: torch.Tensor, op: Op) -> None:
-        """Let the engine do such a call from now on, if it is done by one program."""
-        if self._num_compared >= self.capabilities.checked_calls:
-            compiled = self.compiled(allreduce, tensor.numel(), tensor.itemsize)
-            if compiled is not None:
-                steps, scratch_nbytes = compiled
-                self._engine.remember(tensor, op, steps, self.collective.encode(), scratch_nbytes)
 
     def try_send(self, tensor: torch.Tensor, dst: int) -> bool:
         """True if the engine could take the tensor as it is, and sent it."""
@@ -279,18 +272,10 @@ class Tcp(ScheduledCollectives, Backend):
         if pending is not None:
             pending.wait()
 
-    def run_schedule(self, schedule: Schedule, source: torch.Tensor, target: torch.Tensor) -> None:
-        run_alone(self, schedule, source, target)
-
-    def compile_program(self, program: CollectiveProgram, itemsize: int) -> tuple[bytes, int]:
-        """The steps as csrc/tcp/engine.h has them, and the bytes of SCRATCH."""
-        steps = b"".join(STEP.pack(*step) for step in _packed_steps(program, itemsize))
-        return steps, program.scratch_numel * itemsize
-
-    def run_compiled(
-        self, compiled: tuple[bytes, int], tensor: torch.Tensor, out: torch.Tensor, op: str = ""
+    def run_program(
+        self, program: StepProgram, tensor: torch.Tensor, out: torch.Tensor, op: str = ""
     ) -> None:
-        steps, scratch_nbytes = compiled
+        steps, scratch_nbytes = program
         addresses, call = (tensor.data_ptr(), out.data_ptr()), self.collective
         numbers = _numbers(tensor.dtype, op) if op else (0, 0)
         if dropped := self._run_steps(steps, addresses, [call], call, scratch_nbytes, *numbers):
@@ -429,32 +414,6 @@ class Tcp(ScheduledCollectives, Backend):
             advice = "It made fewer calls: let all ranks make the same before they close."
         end = "" if why.endswith("?") else "."
         return PeerLost(f"{text}{end}{describe_lost(lost)} {advice}", failures)
-
-
-def _packed_steps(program: CollectiveProgram, itemsize: int) -> Iterator[tuple[int, ...]]:
-    for step in program.steps:
-        if isinstance(step, Transfers):
-            yield from _packed_rounds(step, itemsize)
-            continue
-        yield SETTLE, step.under_way, 0, 0, 0, 0, 0
-        begin, to = step.begin * itemsize, step.to * itemsize
-        if isinstance(step, Copy):
-            nbytes = (step.end - step.begin) * itemsize
-            yield COPY, 0, step.source, step.target, begin, to, nbytes
-        else:
-            nbytes = step.numel * itemsize
-            yield REDUCE, step.first, step.num_rows, step.target, begin, to, nbytes
-
-
-def _packed_rounds(step: Transfers, itemsize: int) -> Iterator[tuple[int, ...]]:
-    for sends, recvs in step.schedule.rounds:
-        yield ROUND, step.schedule.window, 0, 0, 0, 0, 0
-        for transfer in sends:
-            place, nbytes = transfer.begin * itemsize, transfer.numel * itemsize
-            yield SEND, transfer.peer, step.source, 0, place, 0, nbytes
-        for transfer in recvs:
-            place, nbytes = transfer.begin * itemsize, transfer.numel * itemsize
-            yield RECV, transfer.peer, 0, step.target, 0, place, nbytes
 
 
 def _numbers(dtype: torch.dtype, op: str) -> tuple[int, int]:

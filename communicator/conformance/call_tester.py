@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -16,6 +17,9 @@ from communicator.conformance.test_data import ReferenceData, Shape
 
 GARBAGE = 0xA5  # what is in a tensor that nobody has written
 Check = Callable[[], str]
+REDUCE = ("allreduce", "reduce_scatter")
+TAKE_ROWS, GIVE_ROWS = ("reduce_scatter", "alltoall"), ("allgather", "alltoall")
+"""Calls whose tensor, or whose result, has a row for each rank."""
 
 
 class CallTester:
@@ -85,12 +89,7 @@ class CallTester:
         return self.begin("allreduce", shape)()
 
     def allreduce_out(self, shape: Shape) -> str:
-        tensor, out = self.own_input(self.numbers, shape), self.blank(shape)
-        before = tensor.clone()
-        returned = self.comm.allreduce(tensor, self.op, out=out)
-        wrong = self.numbers.problem(out, self.numbers.total(shape), "allreduce(out=)")
-        kept = differs(tensor, before, "the input of allreduce(out=)")
-        return first([_same(returned, out, "allreduce(out=)", "out"), wrong, kept])
+        return self._into_out("allreduce", shape)
 
     def broadcast(self, shape: Shape, src: int = 0) -> str:
         return self.begin("broadcast", shape, src)()
@@ -107,29 +106,23 @@ class CallTester:
         return first([_same(returned, tensor, "reduce", "the tensor it was given"), wrong])
 
     def allgather(self, shape: Shape) -> str:
-        problem = self.begin("allgather", shape)()
-        tensor, out = self.own_input(self.bits, shape), self.blank(self._rows(shape))
-        returned = self.comm.allgather(tensor, out=out)
-        wrong = differs(out, self.all_inputs(shape), f"allgather(out=) of {shape}")
-        return first([problem, _same(returned, out, "allgather(out=)", "out"), wrong])
+        return first([self.begin("allgather", shape)(), self._into_out("allgather", shape)])
 
     def reduce_scatter(self, shape: Shape) -> str:
         problem = self.begin("reduce_scatter", shape)()
-        tensor, out = self.own_input(self.numbers, self._rows(shape)), self.blank(shape)
-        before = tensor.clone()
-        returned = self.comm.reduce_scatter(tensor, self.op, out=out)
-        wrong = self._wrong_row(out, shape, "reduce_scatter(out=)")
-        kept = differs(tensor, before, "the input of reduce_scatter(out=)")
-        return first([problem, _same(returned, out, "reduce_scatter(out=)", "out"), wrong, kept])
+        return first([problem, self._into_out("reduce_scatter", shape)])
 
     def alltoall(self, shape: Shape) -> str:
-        problem = self.begin("alltoall", shape)()
-        tensor, out = self.own_input(self.bits, self._rows(shape)), self.blank(self._rows(shape))
-        before = tensor.clone()
-        returned = self.comm.alltoall(tensor, out=out)
-        wrong = differs(out, self._crossed(shape), f"alltoall(out=) of {shape}")
-        kept = differs(tensor, before, "the input of alltoall(out=)")
-        return first([problem, _same(returned, out, "alltoall(out=)", "out"), wrong, kept])
+        return first([self.begin("alltoall", shape)(), self._into_out("alltoall", shape)])
+
+    def _into_out(self, name: str, shape: Shape) -> str:
+        tensor = self._input_of(name, shape)
+        out = self.blank(self._rows(shape) if name in GIVE_ROWS else shape)
+        before, call = tensor.clone(), f"{name}(out=)"
+        returned = self._call(name, tensor, out=out)
+        wrong = self._wrong(name, shape, out, call)
+        kept = differs(tensor, before, f"the input of {call}")
+        return first([_same(returned, out, call, "out"), wrong, kept])
 
     def gather(self, shape: Shape, dst: int) -> str:
         result = self.comm.gather(self.own_input(self.bits, shape), dst)
@@ -160,34 +153,31 @@ class CallTester:
     # Calls whose results are checked later, by the function returned.
 
     def begin(self, name: str, shape: Shape, src: int = 0) -> Check:
-        begin: Callable[..., Check] = getattr(self, f"_begin_{name}")
-        return begin(shape, src)
+        tensor = self._input_of(name, shape)
+        result = self._call(name, tensor, src)
+        is_in_place = name in ("allreduce", "broadcast")
+        same = _same(result, tensor, name, "the tensor it was given") if is_in_place else ""
+        return lambda: same or self._wrong(name, shape, result, name, src)
 
-    def _begin_allreduce(self, shape: Shape, _: int) -> Check:
-        tensor = self.own_input(self.numbers, shape)
-        returned = self.comm.allreduce(tensor, self.op)
-        same = _same(returned, tensor, "allreduce", "the tensor it was given")
-        total = self.numbers.total(shape)
-        return lambda: same or self.numbers.problem(tensor, total, f"allreduce {self.op}")
+    def _input_of(self, name: str, shape: Shape) -> torch.Tensor:
+        data = self.numbers if name in REDUCE else self.bits
+        return self.own_input(data, self._rows(shape) if name in TAKE_ROWS else shape)
 
-    def _begin_broadcast(self, shape: Shape, src: int) -> Check:
-        tensor = self.own_input(self.bits, shape)
-        returned = self.comm.broadcast(tensor, src)
-        same = _same(returned, tensor, "broadcast", "the tensor it was given")
-        what = f"broadcast of {shape} from rank {src}"
-        return lambda: same or differs(tensor, self.bits.part(src, shape), what)
+    def _call(self, name: str, tensor: torch.Tensor, src: int = 0, **out: torch.Tensor) -> Any:
+        arguments = (self.op,) if name in REDUCE else (src,) if name == "broadcast" else ()
+        return getattr(self.comm, name)(tensor, *arguments, **out)
 
-    def _begin_allgather(self, shape: Shape, _: int) -> Check:
-        result = self.comm.allgather(self.own_input(self.bits, shape))
-        return lambda: differs(result, self.all_inputs(shape), f"allgather of {shape}")
-
-    def _begin_reduce_scatter(self, shape: Shape, _: int) -> Check:
-        result = self.comm.reduce_scatter(self.own_input(self.numbers, self._rows(shape)), self.op)
-        return lambda: self._wrong_row(result, shape, f"reduce_scatter {self.op}")
-
-    def _begin_alltoall(self, shape: Shape, _: int) -> Check:
-        result = self.comm.alltoall(self.own_input(self.bits, self._rows(shape)))
-        return lambda: differs(result, self._crossed(shape), f"alltoall of {shape}")
+    def _wrong(self, name: str, shape: Shape, result: torch.Tensor, call: str, src: int = 0) -> str:
+        """The problem of a result, which is looked at once, after the call."""
+        if name == "allreduce":
+            return self.numbers.problem(result, self.numbers.total(shape), f"{call} {self.op}")
+        if name == "reduce_scatter":
+            return self._wrong_row(result, shape, f"{call} {self.op}")
+        if name == "broadcast":
+            expected = self.bits.part(src, shape)
+            return differs(result, expected, f"{call} of {shape} from rank {src}")
+        expected = self.all_inputs(shape) if name == "allgather" else self._crossed(shape)
+        return differs(result, expected, f"{call} of {shape}")
 
     def _wrong_row(self, row: torch.Tensor, shape: Shape, what: str) -> str:
         rank = self.comm.rank

@@ -16,8 +16,8 @@ namespace tcp {
 
 enum class Kind : int32_t { copy, send, recv, round, reduce, settle };
 
-// As communicator/backends/tcp.py packs it. Places and sizes are in bytes. `source` and `target`
-// are numbers of buffers.
+// As programs.cpp makes it, and communicator/backends/scheduled_collectives.py reads it. Places and
+// sizes are in bytes. `source` and `target` are numbers of buffers.
 //   copy    nbytes of source from `begin` on into target from `to` on
 //   send    nbytes of source from `begin` on to rank `peer`
 //   recv    nbytes of target from `to` on from rank `peer`

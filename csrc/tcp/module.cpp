@@ -4,13 +4,15 @@
 #include <Python.h>
 #include <unistd.h>
 
+#include <memory>
 #include <new>
-#include <unordered_map>
+#include <numeric>
 
 #include "python/convert/arguments.h"
 #include "python/convert/python_object.h"
 #include "python/convert/tensor.h"
 #include "tcp/engine.h"
+#include "tcp/programs.h"
 
 namespace {
 
@@ -20,18 +22,18 @@ using tcp::Mismatch;
 
 PyObject* ended_error;
 
-// A call as Python has made it before, which can be repeated without Python.
-struct KnownCall {
-    std::string steps, text;
-    size_t scratch_nbytes;
-    comm_dtype dtype;
-    comm_op op;
+// The allreduce that was made last, as the next one often is of the same size.
+struct LastProgram {
+    uint64_t numel = 0;
+    uint32_t itemsize = 0;
+    std::shared_ptr<const tcp::StepProgram> program;
 };
 
 struct Object {
     PyObject_HEAD Engine* engine;
     std::vector<int>* fds;
-    std::unordered_map<std::string, KnownCall>* known;  // by op, dtype and shape
+    std::vector<int32_t>* ranks;  // all of them
+    LastProgram* last;
     PlainTensorCache plain_tensors;
     CallSite site;
     int num_calls;  // in progress, on any thread
@@ -167,36 +169,12 @@ PyObject* left_to_python() {
     return new_reference(Py_NotImplemented);
 }
 
-std::string key_of(const TensorView& view, comm_op op) {
-    int32_t numbers[] = {op, view.dtype, view.ndim};
-    std::string key(reinterpret_cast<const char*>(numbers), sizeof numbers);
-    return key.append(reinterpret_cast<const char*>(view.shape), view.ndim * sizeof *view.shape);
-}
-
-PyObject* engine_remember(PyObject* object, PyObject* args) {
-    Object* self = self_of(object);
-    PyObject *tensor, *op_name;
-    const char *steps, *text;
-    Py_ssize_t steps_nbytes, text_nbytes;
-    unsigned long long scratch_nbytes;
-    TensorView view;
-    comm_op op;
-    if (!PyArg_ParseTuple(args, "OOy#y#K", &tensor, &op_name, &steps, &steps_nbytes, &text,
-                          &text_nbytes, &scratch_nbytes))
-        return nullptr;
-    if (read_tensor(self->site, tensor, &view) < 0 ||
-        read_op(self->site, op_name, view.dtype, &op) < 0)
-        return left_to_python();
-    constexpr size_t max_known = 256, max_known_nbytes = 16 << 20;
-    size_t nbytes = static_cast<size_t>(steps_nbytes);
-    for (const auto& [key, known] : *self->known) nbytes += known.steps.size();
-    if (self->known->size() >= max_known || nbytes > max_known_nbytes) self->known->clear();
-    (*self->known)[key_of(view, op)] = {{steps, static_cast<size_t>(steps_nbytes)},
-                                        {text, static_cast<size_t>(text_nbytes)},
-                                        scratch_nbytes,
-                                        view.dtype,
-                                        op};
-    return new_reference(Py_None);
+// As call_check.describe_tensor: "(2, 3) float32".
+std::string describe_tensor(const TensorView& view) {
+    std::string text = "(";
+    for (int32_t dim = 0; dim < view.ndim; ++dim)
+        text += (dim > 0 ? ", " : "") + std::to_string(view.shape[dim]);
+    return text + (view.ndim == 1 ? ",) " : ") ") + shm::name_of_dtype(view.dtype);
 }
 
 PyObject* engine_allreduce(PyObject* object, PyObject* const* args, Py_ssize_t) {
@@ -211,25 +189,28 @@ PyObject* engine_allreduce(PyObject* object, PyObject* const* args, Py_ssize_t) 
         (read_tensor(self->site, args[2], &to) < 0 || check_shape(self->site, to, from, 0, 0) < 0 ||
          check_overlap(self->site, from, to, true) < 0))
         return left_to_python();
-    auto found = self->known->find(key_of(from, op));
-    if (found == self->known->end()) return left_to_python();
-    KnownCall known = found->second;  // a copy: others may be remembered meanwhile
-    Call call = {reinterpret_cast<const tcp::Step*>(known.steps.data()),
-                 known.steps.size() / sizeof(tcp::Step),
+    if (shm::find_reduce(from.dtype, op, shm::Instructions::plain) == nullptr)
+        return left_to_python();
+    // A copy of what is shared: another thread's call may put its own program there meanwhile.
+    LastProgram last = *self->last;
+    if (last.program == nullptr || last.numel != from.numel || last.itemsize != from.itemsize) {
+        int size = static_cast<int>(self->ranks->size());
+        auto made = std::make_shared<tcp::StepProgram>();
+        tcp::collective("allreduce", {self->site.rank, size, self->ranks->data(), from.itemsize},
+                        static_cast<int64_t>(from.numel), 0, made.get());
+        *self->last = last = {from.numel, from.itemsize, made};
+    }
+    const tcp::StepProgram& program = *last.program;
+    // As call_check.describe_call, whose text other ranks may send.
+    std::string text = "allreduce of " + describe_tensor(from) + " " + shm::name_of_op(op);
+    Call call = {program.steps.data(),
+                 program.steps.size(),
                  {from.data, to.data},
-                 {known.text},
-                 known.scratch_nbytes,
-                 known.dtype,
-                 known.op};
+                 {text},
+                 program.scratch_nbytes,
+                 from.dtype,
+                 op};
     return run_call(self, call, args[3]);
-}
-
-// As call_check.describe_tensor: "(2, 3) float32".
-std::string describe_tensor(const TensorView& view) {
-    std::string text = "(";
-    for (int32_t dim = 0; dim < view.ndim; ++dim)
-        text += (dim > 0 ? ", " : "") + std::to_string(view.shape[dim]);
-    return text + (view.ndim == 1 ? ",) " : ") ") + shm::name_of_dtype(view.dtype);
 }
 
 PyObject* move_tensor(PyObject* object, PyObject* const* args, tcp::Kind kind) {
@@ -276,7 +257,8 @@ void engine_dealloc(PyObject* object) {
     for (PyObject* reference : self->plain_tensors.references) Py_XDECREF(reference);
     delete self->engine;
     delete self->fds;
-    delete self->known;
+    delete self->ranks;
+    delete self->last;
     free_object(object);
 }
 
@@ -302,7 +284,9 @@ PyObject* engine_new(PyTypeObject* type, PyObject* args, PyObject*) {
     Object* self = self_of(object);
     self->engine = new Engine(fds, keys, static_cast<int64_t>(poll_s * 1e9));
     self->fds = new std::vector<int>(fds);
-    self->known = new std::unordered_map<std::string, KnownCall>;
+    self->ranks = new std::vector<int32_t>(fds.size());
+    self->last = new LastProgram;
+    std::iota(self->ranks->begin(), self->ranks->end(), 0);
     // Without names: Python, which checks what is wrong once more, raises the errors.
     self->site = {"",       "", rank,  static_cast<int32_t>(fds.size()),
                   COMM_CPU, -1, false, &self->plain_tensors};
@@ -314,11 +298,9 @@ PyMethodDef engine_methods[] = {
      "run(steps, addresses, texts, scratch_nbytes, dtype, op, check)\n"
      "-> None, or the (peer, buffer, text, is_whole) of a message that was dropped; see engine.h.\n"
      "Raises ConnectionEnded, and what check(idle_peers, waited_s) raises."},
-    {"remember", engine_remember, METH_VARARGS,
-     "remember(tensor, op, steps, text, scratch_nbytes): how to allreduce such a tensor"},
     {"allreduce", as_method(engine_allreduce), METH_FASTCALL,
      "allreduce(tensor, op, out, check) -> as run(), or NotImplemented, with nothing done, for\n"
-     "what is not remembered or is wrong"},
+     "what is wrong"},
     {"send", as_method(engine_send), METH_FASTCALL, "send(tensor, dst, check) -> as allreduce()"},
     {"recv", as_method(engine_recv), METH_FASTCALL, "recv(tensor, src, check) -> as allreduce()"},
     {"announce_end", engine_announce_end, METH_VARARGS,
@@ -334,11 +316,66 @@ PyType_Slot engine_slots[] = {{Py_tp_new, reinterpret_cast<void*>(engine_new)},
 PyType_Spec engine_spec = {"communicator.backends._tcp.Engine", sizeof(Object), 0,
                            Py_TPFLAGS_DEFAULT, engine_slots};
 
+// ---- programs ----
+
+PyObject* as_python(const tcp::StepProgram& program) {
+    const char* none = "";  // of no step: with NULL it would be None
+    return Py_BuildValue(
+        "y#K", program.steps.empty() ? none : reinterpret_cast<const char*>(program.steps.data()),
+        static_cast<Py_ssize_t>(program.steps.size() * sizeof(tcp::Step)),
+        static_cast<unsigned long long>(program.scratch_nbytes));
+}
+
+PyObject* make_program(PyObject*, PyObject* args) {
+    const char *name, *peers;
+    Py_ssize_t nbytes;
+    long long numel, itemsize;
+    int rank, root;
+    if (!PyArg_ParseTuple(args, "siy#LLi", &name, &rank, &peers, &nbytes, &numel, &itemsize, &root))
+        return nullptr;
+    int size = static_cast<int>(nbytes / static_cast<Py_ssize_t>(sizeof(int32_t)));
+    tcp::StepProgram program;
+    if (!tcp::collective(name, {rank, size, reinterpret_cast<const int32_t*>(peers), itemsize},
+                         numel, root, &program)) {
+        PyErr_SetString(PyExc_ValueError, name);
+        return nullptr;
+    }
+    return as_python(program);
+}
+
+PyObject* make_exchange(PyObject*, PyObject* args) {
+    const char *peers, *sends, *recvs;
+    Py_ssize_t nbytes, send_nbytes, recv_nbytes;
+    long long itemsize;
+    int rank, source, target;
+    if (!PyArg_ParseTuple(args, "iy#Ly#y#ii", &rank, &peers, &nbytes, &itemsize, &sends,
+                          &send_nbytes, &recvs, &recv_nbytes, &source, &target))
+        return nullptr;
+    int size = static_cast<int>(nbytes / static_cast<Py_ssize_t>(sizeof(int32_t)));
+    Py_ssize_t needed = size * static_cast<Py_ssize_t>(sizeof(tcp::Slice));
+    if (send_nbytes != needed || recv_nbytes != needed) {
+        PyErr_SetString(PyExc_ValueError, "exchange() needs a slice for each rank");
+        return nullptr;
+    }
+    return as_python(tcp::exchange({rank, size, reinterpret_cast<const int32_t*>(peers), itemsize},
+                                   reinterpret_cast<const tcp::Slice*>(sends),
+                                   reinterpret_cast<const tcp::Slice*>(recvs), source, target));
+}
+
+PyMethodDef functions[] = {
+    {"program", make_program, METH_VARARGS,
+     "program(name, rank, peers, numel, itemsize, root) -> (steps, scratch_nbytes) of a\n"
+     "collective; peers: int32, what the engine calls each rank"},
+    {"exchange", make_exchange, METH_VARARGS,
+     "exchange(rank, peers, itemsize, sends, recvs, source, target) -> (steps, scratch_nbytes);\n"
+     "sends, recvs: two int64 for each rank, in elements; no message where begin is behind end"},
+    {nullptr, nullptr, 0, nullptr}};
+
 PyModuleDef module_definition = {PyModuleDef_HEAD_INIT,
                                  "communicator.backends._tcp",
                                  "Messages over connections.",
                                  -1,
-                                 nullptr,
+                                 functions,
                                  nullptr,
                                  nullptr,
                                  nullptr,

@@ -80,10 +80,10 @@ def test_all_ranks_of_a_node_move_large_tensors_and_one_moves_small_ones(ranks, 
     def body(info):
         sizes = []
         with Coordinator(info) as coor, Communicator(coor) as comm:
-            run = comm._backend._network.run_compiled
-            comm._backend._network.run_compiled = lambda compiled, tensor, *rest: (
+            run = comm._backend._network.run_program
+            comm._backend._network.run_program = lambda program, tensor, *rest: (
                 sizes.append(tensor.nbytes),
-                run(compiled, tensor, *rest),
+                run(program, tensor, *rest),
             )
             total = comm.allreduce(torch.full((nbytes // 4,), float(comm.rank)))
             assert total.unique().tolist() == [6.0]
