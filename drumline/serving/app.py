@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import hmac
+import itertools
 import logging
 import re
 import time
@@ -31,12 +32,7 @@ from drumline import timings
 from drumline.errors import DrumlineError, PeerLost
 from drumline.serving import metrics, protocol
 from drumline.serving.answers.message_parser import message_parser
-from drumline.serving.answers.request_stream import (
-    MessagePiece,
-    RequestStream,
-    SequenceRequest,
-    api_error,
-)
+from drumline.serving.answers.request_stream import MessagePiece, RequestStream, api_error
 from drumline.serving.answers.response_writer import ResponseBuilder, events, whole_response
 from drumline.serving.answers.responses import ItemBuilder, parse_as_chat
 from drumline.serving.front.remote_scheduler import RemoteScheduler
@@ -148,7 +144,9 @@ class Service:
         }
 
     async def create_completion(self, request: Request) -> Response:
-        body, prompts = await self._read(protocol.CompletionRequest, request, self._read_prompts)
+        body, prompts = await self._read(
+            protocol.CompletionRequest, request, self.prompts.of_completion
+        )
         max_tokens = body.max_tokens
         if max_tokens == 0 and not body.echo:
             text = "max_tokens is 0, so nothing would be generated; ask for more, or for echo."
@@ -166,7 +164,7 @@ class Service:
         self, request: Request, parse: Parse, builder: type[ResponseBuilder]
     ) -> Response:
         kind = protocol.ChatCompletionRequest
-        body, prompts = await self._read(kind, request, self._read_chat, parse)
+        body, prompts = await self._read(kind, request, self.prompts.of_chat, parse)
         num_left = max(self.limits.max_length - len(prompts[0]), 1)
         max_tokens = body.max_completion_tokens or body.max_tokens or num_left
         return await self._respond(request, body, prompts, max_tokens, builder)
@@ -235,6 +233,8 @@ class Service:
         body = protocol.validate(kind, fields, max(self.limits.max_length, MIN_ITEMS))
         if body.model is not None:
             self._check_name(body.model)
+        num_prompts = protocol.num_prompts(getattr(body, "prompt", None))
+        self.scheduler.check_capacity(num_prompts * getattr(body, "n", 1))
         return body
 
     def _check_name(self, name: str) -> None:
@@ -246,14 +246,6 @@ class Service:
                 "model_not_found",
                 "model",
             )
-
-    def _read_prompts(self, body: protocol.CompletionRequest) -> Prompts:
-        self.scheduler.check_capacity(protocol.num_prompts(body.prompt) * body.n)
-        return self.prompts.of_completion(body)
-
-    def _read_chat(self, body: protocol.ChatCompletionRequest) -> Prompts:
-        self.scheduler.check_capacity(body.n)
-        return self.prompts.of_chat(body)
 
     async def _respond(
         self,
@@ -271,14 +263,11 @@ class Service:
             raise protocol.invalid_request(text, "min_tokens")
         if await request.is_disconnected():
             raise _disconnected()
-        sequences = await asyncio.get_running_loop().run_in_executor(
-            None, self._sequences, body, prompts, max_tokens
-        )
-        skips = body.skip_special_tokens and not sequences[0].parser.uses_special_tokens
-        on_gap = self.metrics.token_gap_s.observe
-        stream = RequestStream(self.tokenizer, sequences, skips, on_gap)
+        stream = RequestStream(self.tokenizer, self.metrics.token_gap_s.observe)
+        add = functools.partial(self._add_choices, stream, body, prompts, max_tokens)
+        await asyncio.get_running_loop().run_in_executor(None, add)
         self.scheduler.submit(stream.generations)
-        request_id, num_choices = request.state.request_id, len(stream.generations)
+        request_id, num_choices = request.state.request_id, len(stream.choices)
         response = builder(self.name, request_id, body, num_choices, self.tokenizer)
         pieces = self._measured(stream, request)
         if not body.stream:
@@ -287,26 +276,27 @@ class Service:
         lines = events(first, pieces, stream, response)
         return StreamingResponse(lines, media_type="text/event-stream")
 
-    def _sequences(
-        self, body: protocol.GenerationRequest, prompts: Prompts, max_tokens: int
-    ) -> list[SequenceRequest]:
-        end_tokens, schema = self.scheduler.end_tokens, body.json_schema
-        end_token = getattr(self.tokenizer, "eos_token_id", None)
+    def _add_choices(
+        self,
+        stream: RequestStream,
+        body: protocol.GenerationRequest,
+        prompts: Prompts,
+        max_tokens: int,
+    ) -> None:
+        schema, end_token = body.json_schema, getattr(self.tokenizer, "eos_token_id", None)
         if end_token is not None and end_token >= self.scheduler.vocabulary:
             end_token = None
-
-        def sequence(prompt: list[int], choice: int) -> SequenceRequest:
-            grammar = None if schema is None else self._grammars.json(schema)
+        options = {"has_echo": body.has_echo, "skip_special_tokens": body.skip_special_tokens}
+        for prompt, choice in itertools.product(prompts, range(body.n)):
             params = body.sampling_params(max_tokens, choice, self._sampling, end_token)
+            try:
+                grammar = None if schema is None else self._grammars.json(schema)
+            except (ValueError, DrumlineError) as error:
+                field = body.schema_field
+                text = str(error) if isinstance(error, DrumlineError) else f"{field}: {error}"
+                raise protocol.invalid_request(text, field) from error
             parser = message_parser(self.tokenizer, body, prompt)
-            return SequenceRequest(prompt, params, end_tokens, grammar, body.has_echo, parser)
-
-        try:
-            return [sequence(prompt, i) for prompt in prompts for i in range(body.n)]
-        except (ValueError, DrumlineError) as error:
-            field = body.schema_field
-            text = str(error) if isinstance(error, DrumlineError) else f"{field}: {error}"
-            raise protocol.invalid_request(text, field) from error
+            stream.add(prompt, params, self.scheduler.end_tokens, grammar, parser, **options)
 
     @functools.cached_property
     def _grammars(self) -> GrammarCompiler:

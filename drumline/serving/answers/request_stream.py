@@ -1,6 +1,7 @@
 """The generations of one request, and what they add to its messages as it comes.
 
-stream = RequestStream(tokenizer, [SequenceRequest(prompt, params, end_tokens)])
+stream = RequestStream(tokenizer)
+stream.add(prompt, params, end_tokens, None, PlainText(), has_echo=False, skip_special_tokens=True)
 scheduler.submit(stream.generations)
 async for piece in stream.pieces(request): ...
 """
@@ -10,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import Request
@@ -53,59 +54,49 @@ class MessagePiece:
     finish_reason: str | None
 
 
-@dataclass(frozen=True)
-class SequenceRequest:
-    """One sequence of a request, as Generation takes it, and the parser of its text.
-
-    has_echo: True if the prompt is a part of the answer.
-    """
-
-    prompt: list[int]
-    params: SamplingParams
-    end_tokens: set[int]
-    grammar: Grammar | None = None
-    has_echo: bool = False
-    parser: PlainText = field(default_factory=PlainText)
-
-
 class Choice:
     """One choice of an answer: takes the tokens of its sequence, and posts what they add to it.
 
-    on_gap(seconds): called with the time between two tokens.
+    parser: of its text. has_echo: True if the prompt is a part of the answer. end_tokens, grammar:
+    as Generation takes them.
     """
 
     def __init__(
         self,
-        index: int,
-        sequence: SequenceRequest,
-        detokenizer: IncrementalDetokenizer,
-        post: Callable[[MessagePiece | Exception], None],
-        on_gap: Callable[[float], Any],
+        stream: RequestStream,
+        prompt: list[int],
+        params: SamplingParams,
+        end_tokens: set[int],
+        grammar: Grammar | None,
+        parser: PlainText,
+        *,
+        has_echo: bool,
+        skip_special_tokens: bool,
     ) -> None:
-        self._index, self._sequence, self._detokenizer = index, sequence, detokenizer
-        self._post, self._on_gap, self._parser = post, on_gap, sequence.parser
+        self._stream, self._index, self._prompt = stream, len(stream.choices), prompt
+        self._params, self._parser = params, parser
+        skips = skip_special_tokens and not parser.uses_special_tokens
+        self._detokenizer = IncrementalDetokenizer(stream.tokenizer, params.stop, prompt, skips)
         self.num_reasoning = 0  # tokens
         self._token_s = 0.0  # when the last one came
         self._num_held, self._logprobs = 0, list[TokenLogprob]()  # of tokens that are in no piece
-        self._is_echoed, self._has_calls = not sequence.has_echo, False
-        params = sequence.params
+        self._is_echoed, self._has_calls = not has_echo, False
         self._is_prompt_alone = params.max_tokens == 0
         if self._is_prompt_alone:  # one is always generated
             params = replace(params, max_tokens=1, stop_tokens=frozenset(), ignore_eos=True)
         self.generation = Generation(
-            *(sequence.prompt, params, self._on_token, self._on_end),
-            *(sequence.end_tokens, sequence.grammar),
+            prompt, params, self._on_token, self._on_end, end_tokens, grammar
         )
 
     @property
     def num_new(self) -> int:
         """The tokens of the answer so far."""
-        return min(len(self.generation.new_tokens), self._sequence.params.max_tokens)
+        return min(len(self.generation.new_tokens), self._params.max_tokens)
 
     def _on_token(self, token: int) -> bool:
         before_s, self._token_s = self._token_s, time.monotonic()
         if before_s:
-            self._on_gap(self._token_s - before_s)
+            self._stream.on_gap(self._token_s - before_s)
         self._echo()
         if self._is_prompt_alone:
             return True
@@ -117,7 +108,7 @@ class Choice:
 
     def _on_end(self, reason: str | Exception) -> None:
         if isinstance(reason, Exception):
-            return self._post(reason)
+            return self._stream.post(reason)
         if self.generation.new_tokens:  # of which the first may have ended the sequence
             self._echo()
         self._add("" if self._is_prompt_alone else self._detokenizer.flush(), reason)
@@ -125,11 +116,11 @@ class Choice:
     def _echo(self) -> None:
         """Add the prompt, once it is scored, before all else."""
         if not self._is_echoed:
-            self._is_echoed, prompt = True, self._sequence.prompt
-            if self._sequence.params.scores_prompt:
-                first = TokenLogprob(prompt[0], None, ())
+            self._is_echoed = True
+            if self._params.scores_prompt:
+                first = TokenLogprob(self._prompt[0], None, ())
                 self._logprobs = [first, *self.generation.prompt_logprobs]
-            self._add(self._detokenizer.text_of(prompt))
+            self._add(self._detokenizer.text_of(self._prompt))
 
     def _add(self, text: str, end_reason: str | None = None) -> None:
         deltas = self._parser.feed(text) if text else []
@@ -141,35 +132,32 @@ class Choice:
         for num_left, delta in zip(reversed(range(len(deltas))), deltas, strict=True):
             self.num_reasoning += self._num_held * ("reasoning_content" in delta)
             reason = None if num_left else end_reason
-            self._post(MessagePiece(self._index, delta, self._logprobs, reason))
+            self._stream.post(MessagePiece(self._index, delta, self._logprobs, reason))
             self._num_held, self._logprobs = 0, []
 
 
 class RequestStream:
     """The choices of one request, and their pieces as they come; used within the event loop.
 
-    on_gap: see Choice.
+    on_gap(seconds): called with the time between two tokens.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        sequences: Sequence[SequenceRequest],
-        skip_special_tokens: bool = True,
-        on_gap: Callable[[float], Any] = lambda _: None,
-    ) -> None:
+    def __init__(self, tokenizer: Any, on_gap: Callable[[float], Any] = lambda _: None) -> None:
+        self.tokenizer, self.on_gap = tokenizer, on_gap
         self._loop = asyncio.get_running_loop()
         self._pieces = asyncio.Queue[MessagePiece | Exception | None]()
         self.start, self.first_token_s = time.monotonic(), 0.0
-        self._choices = []
-        for index, item in enumerate(sequences):
-            detokenizer = IncrementalDetokenizer(
-                tokenizer, item.params.stop, item.prompt, skip_special_tokens
-            )
-            self._choices.append(Choice(index, item, detokenizer, self._post, on_gap))
-        self.generations = [choice.generation for choice in self._choices]
+        self.choices: list[Choice] = []
 
-    def _post(self, piece: MessagePiece | Exception) -> None:
+    @property
+    def generations(self) -> list[Generation]:
+        return [choice.generation for choice in self.choices]
+
+    def add(self, *arguments: Any, **options: Any) -> None:
+        """Add a choice of these arguments: see Choice."""
+        self.choices.append(Choice(self, *arguments, **options))
+
+    def post(self, piece: MessagePiece | Exception) -> None:
         """Pass a piece from a thread of the scheduler to the event loop."""
         with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody listens
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
@@ -181,7 +169,7 @@ class RequestStream:
         Raises the exception that ended a generation, as an ApiError.
         """
         disconnect = asyncio.create_task(self._watch_disconnect(request))
-        num_open = len(self.generations)
+        num_open = len(self.choices)
         try:
             while num_open:
                 try:
@@ -210,8 +198,8 @@ class RequestStream:
         """The number of tokens so far, as OpenAI's API reports it."""
         first = {id(item.prompt): item for item in reversed(self.generations)}  # choices share it
         num_prompt = sum(len(item.prompt) for item in first.values())
-        num_new = sum(choice.num_new for choice in self._choices)
-        num_reasoning = sum(choice.num_reasoning for choice in self._choices)
+        num_new = sum(choice.num_new for choice in self.choices)
+        num_reasoning = sum(choice.num_reasoning for choice in self.choices)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new,
