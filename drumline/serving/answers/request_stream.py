@@ -111,7 +111,10 @@ class Choice:
             return self._stream.post(reason)
         if self.generation.new_tokens:  # of which the first may have ended the sequence
             self._echo()
-        self._add("" if self._is_prompt_alone else self._detokenizer.flush(), reason)
+        try:
+            self._add("" if self._is_prompt_alone else self._detokenizer.flush(), reason)
+        except Exception as error:  # of the parser: it ends this request, and no other of the step
+            self._stream.post(error)
 
     def _echo(self) -> None:
         """Add the prompt, once it is scored, before all else."""

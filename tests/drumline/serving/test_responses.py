@@ -4,9 +4,11 @@ import asyncio
 import importlib
 import json
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 
+from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import PAGE_SIZE, ServingLimits
 from tests.drumline.serving.conftest import expected, respond
 
@@ -14,7 +16,8 @@ for package in ("fastapi", "prometheus_client"):
     pytest.importorskip(package, reason="runs after `pip install 'drumline[serve]'`")
 app = importlib.import_module("drumline.serving.app")
 responses = importlib.import_module("drumline.serving.answers.responses")
-MessagePiece = importlib.import_module("drumline.serving.answers.response_writer").MessagePiece
+request_stream = importlib.import_module("drumline.serving.answers.request_stream")
+MessagePiece = request_stream.MessagePiece
 message_parser = importlib.import_module("drumline.serving.answers.message_parser")
 ApiError = importlib.import_module("drumline.serving.protocol").ApiError
 
@@ -158,3 +161,25 @@ def test_what_would_change_the_answer_is_refused_by_name(fields, field):
     with pytest.raises(ApiError) as refusal:
         builder_of(**fields)
     assert refusal.value.status == 400 and refusal.value.body["error"]["param"] == field
+
+
+def test_a_parser_that_fails_at_the_end_ends_its_own_request_alone(byte_tokenizer):
+    """The error went into the step, which ended all sequences of the batch."""
+
+    class BrokenParser(message_parser.PlainText):
+        def finish(self):
+            raise AttributeError("not in the form of the template")
+
+    async def read():
+        stream = request_stream.RequestStream(byte_tokenizer)
+        options = {"has_echo": False, "skip_special_tokens": True}
+        stream.add([5], SamplingParams(max_tokens=1), set(), None, BrokenParser(), **options)
+        stream.generations[0].append(6)
+        async for _ in stream.pieces(SimpleNamespace(is_disconnected=stays)):
+            pass
+
+    async def stays():
+        return False
+
+    with pytest.raises(ApiError, match="not in the form"):
+        asyncio.run(read())
