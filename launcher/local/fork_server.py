@@ -10,6 +10,7 @@ it, and exits.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -128,6 +129,10 @@ def _preload(plan: ForkPlan) -> Callable[[], object]:
     torch, share = sys.modules.get("torch"), plan.environment.get(OMP_THREADS)
 
     def prepare_rank() -> None:
+        # nanobind, in triton, prints a page about leaks where Python's end frees no cycle. It costs
+        # a rank half a second to free all, so not where nobody looks.
+        if "triton" in sys.modules:
+            atexit.register(gc.unfreeze)
         if numpy_random is not None:
             numpy_random.seed()
         # A program that has torch had the variable read before. It may have chosen fewer threads;

@@ -188,3 +188,13 @@ def test_ranks_do_not_share_the_random_numbers_of_a_preloaded_numpy(command):
     script = command.script("import numpy\nprint(numpy.random.random())")
     ended = command.run("run", "-n", "2", "--preload", "numpy.random", script)
     assert ended.lines(0) != ended.lines(1), ended.err
+
+
+def test_preloaded_triton_is_freed_at_the_end_of_a_rank(command):
+    """Its bindings print a page about leaked memory otherwise, at the end of the README's demo."""
+    cycle = "class A:\n    def __del__(self):\n        print('freed', flush=True)\n"
+    cycle += "\na = A()\na.itself = a\n"
+    (command.folder / "triton.py").write_text(cycle)
+    path = {"PYTHONPATH": f"{command.folder}:{auto_preload.__file__.rpartition('/launcher/')[0]}"}
+    ended = command.run("run", "-n", "2", "--preload", "triton", command.script(""), env=path)
+    assert ended.lines(0) == ended.lines(1) == ["freed"], ended.err
