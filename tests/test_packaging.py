@@ -196,15 +196,20 @@ def test_the_lowest_versions_that_are_tested_are_those_that_are_promised():
 def test_what_the_two_commands_install_is_pinned_with_hashes():
     """transformers 5.24.0 came out, and 19 tests failed in a clone that had passed them."""
     hashes: dict[str, int] = {}
+    pins: set[str] = set()
     for file in ("constraints.txt", "constraints-cuda.txt"):
         for line in (ROOT / file).read_text().splitlines():
             if match := re.match(r"([a-z][a-z0-9-]*)==[\w.]+(?= )", line):
                 name = match[1]
                 hashes[name] = 0
+                pins.add(match[0])
             elif line.startswith("    --hash=sha256:"):
                 hashes[name] += 1
     assert hashes["transformers"] and all(hashes.values())
     installed = _closure({*CORE, *EXTRAS["test"], *EXTRAS["lint"], *EXTRAS["serve"]})
+    here = {d.metadata["Name"]: d.version.partition("+")[0] for d in metadata.distributions()}
+    if f"torch=={here['torch']}" not in pins:
+        pytest.skip("the newest torch is here, not the pinned one: it may need other libraries")
     assert installed - hashes.keys() == set()
 
 
