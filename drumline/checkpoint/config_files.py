@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from drumline.checkpoint.headers.file_bounds import CONFIG, INTEGER, MAX_LAYERS, FieldError
+from drumline.checkpoint.headers.file_bounds import CONFIG, MAX_LAYERS, OF_TYPE, FieldError
 from drumline.checkpoint.headers.gguf_header import read_gguf_header
 from drumline.checkpoint.json_files import check_has_config, check_regular_files, read_json
 from drumline.checkpoint.safetensors_index import Index, read_index
@@ -157,11 +157,9 @@ def _check_numbers(folder: Path, content: Mapping[str, Any], index: Index) -> No
                 f"{folder}/config.json has {name}={value!r:.20}, but the files hold {len(index)} "
                 "tensors. Take the config.json that was saved with these files."
             )
-        bound = CONFIG.get(name) or CONFIG.get(name.rpartition("_")[2])
-        bound = bound or (INTEGER if type(value) is int else None)
+        bound = CONFIG.get(name) or CONFIG.get(name.rpartition("_")[2]) or OF_TYPE[type(value)]
         try:
-            if bound:
-                replace(bound, name=name).check(value)
+            replace(bound, name=name).check(value)
         except FieldError as error:
             raise CheckpointError(
                 f"{folder}/config.json has {error}. Take the config.json that was saved with "

@@ -113,10 +113,17 @@ CONFIG = _table(
     Bound("rope_theta", float, 1e-3, 1e30, "a base of powers"),
     Bound("head", int, 0, 1 << 16, "models have a few hundred"),
     Bound("heads", int, 0, 1 << 16, "models have a few hundred"),
+    Bound("dropout", float, 0, 1, "a probability"),
+    Bound("pdrop", float, 0, 1, "a probability"),
+    Bound("prob", float, 0, 1, "a probability"),
+    Bound("layerdrop", float, 0, 1, "a probability"),
     Bound("window", int, 0, MAX_SIZE, "a number of tokens"),
     Bound("num_labels", int, 0, 100_000, "transformers makes two names for each"),
 )
 """Fields of config.json, by the last words of their names."""
-INTEGER = Bound("integer", int, -MAX_INT64, MAX_INT64, "torch multiplies with no larger one")
-"""Of a field of config.json that has no other bound."""
+OF_TYPE = {
+    int: Bound("integer", int, -MAX_INT64, MAX_INT64, "torch multiplies with no larger one"),
+    float: Bound("number", float, -math.inf, math.inf, "with NaN, all would be NaN"),
+}
+"""Those of a field of config.json that has no other bound."""
 TOKEN_ID = Bound("token id", int, 0, MAX_SIZE, "an index into the vocabulary")

@@ -450,6 +450,8 @@ NUMBERS = [
     {"num_hidden_layers": -1},  # a model of no layers was loaded
     {"num_hidden_layers": 0},
     {"pad_token_id": 10**30},
+    {"attention_dropout": 1.5},  # and so was this
+    {"initializer_range": float("nan")},
     {"sliding_window": -1},  # was a RuntimeError of generate()
     {"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}},
 ]
