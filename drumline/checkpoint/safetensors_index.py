@@ -181,7 +181,7 @@ def _listing(listing: Path) -> dict[str, str]:
 
 
 def _is_file_name(name: Any) -> bool:
-    return isinstance(name, str) and name == Path(name).name
+    return isinstance(name, str) and name == Path(name).name and name not in ("", "..")
 
 
 def _files(folder: Path) -> list[Path]:

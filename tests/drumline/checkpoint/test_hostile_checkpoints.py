@@ -316,6 +316,7 @@ LISTINGS = [
     '{"weight_map": {"first": null, "second": "model.safetensors"}}',
     '{"weight_map": [["first", "model.safetensors"]]}',
     '{"weight_map": {"first": "../model.safetensors"}}',
+    '{"weight_map": {"first": ".."}}',  # the folder above was named, and not the index
     '{"weight_map": {"first": "/dev/zero"}}',
     100_000 * "[",
     "\0",
