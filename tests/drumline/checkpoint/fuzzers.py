@@ -183,8 +183,10 @@ class IndexFuzzer(JsonFuzzer):
 
     def change(self, content):
         weight_map = content["weight_map"]
+        if not weight_map or not isinstance(weight_map, dict):
+            return  # it was damaged before
         one, other = self.pick.choice([*weight_map]), self.pick.choice([*weight_map])
-        file = weight_map[one]
+        file = str(weight_map[one])
         files = ["", ".", "..", "/", "/dev/zero", f"../shards/{file}", f"./{file}", f"{file}\0"]
         files += [
             f"{file}/",
