@@ -38,6 +38,10 @@ def _or_list_of(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return is_one_or_list
 
 
+def _is_list_of_integers(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_integer, value))
+
+
 def _is_decay(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
 
@@ -64,6 +68,8 @@ GENERATION: Mapping[tuple[str, Callable[[Any], bool]], tuple[str, ...]] = {
     ),
     ("an integer of 32 bits, or a list of them", _or_list_of(_is_integer)): (
         *("bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_eos_token_id"),
+    ),
+    ("a list of integers of 32 bits", _is_list_of_integers): (
         *("suppress_tokens", "begin_suppress_tokens"),
     ),
     ("a finite number of 64 bits", _is_number): (

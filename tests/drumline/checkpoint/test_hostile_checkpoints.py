@@ -634,6 +634,7 @@ GENERATION_FIELDS = [
     ("num_beams", "2", "an integer"),
     ("num_beams", True, "an integer"),
     ("top_k", 1 << 40, "an integer"),
+    ("begin_suppress_tokens", 1, "a list of integers"),  # was a TypeError of generate()
     ("eos_token_id", [[1]], "an integer of 32 bits, or a list"),
     ("temperature", math.nan, "a finite number"),
     ("guidance_scale", 10**30, "a finite number of 64 bits"),  # was an OverflowError
