@@ -149,8 +149,9 @@ def _check_numbers(folder: Path, content: Mapping[str, Any], index: Index) -> No
     """
     most = max(len(index), MAX_LAYERS)
     for name, value in _all_fields(content):
-        if type(value) not in (int, float):  # null, or of a kind that transformers will refuse
-            continue
+        is_window = name.rpartition("_")[2] == "window" and isinstance(value, dict | str)
+        if type(value) not in (int, float) and not is_window:
+            continue  # null, or of a kind that transformers will refuse
         least = int(name in LAYERS_OF_MODEL)
         if name.endswith(LAYER_COUNT_SUFFIXES) and not least <= value <= most:
             raise CheckpointError(

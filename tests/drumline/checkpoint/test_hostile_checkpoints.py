@@ -453,6 +453,7 @@ NUMBERS = [
     {"pad_token_id": 10**30},
     {"attention_dropout": 1.5},  # and so was this
     {"initializer_range": float("nan")},
+    {"sliding_window": {}},
     {"sliding_window": -1},  # was a RuntimeError of generate()
     {"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}},
 ]
