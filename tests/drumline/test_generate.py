@@ -28,10 +28,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from drumline import DrumlineError
 from drumline.kv_cache.owner import CacheRegistry
-from tests.cases import soak
+from tests.cases import soak, soak_all
 from tests.drumline.conftest import LLAMA
-
-RANKS = [2, 3]
 
 
 def prompt(batch: int, padded: bool = False, length: int = 9) -> dict[str, torch.Tensor]:
@@ -49,8 +47,9 @@ def tokens(model: Any, batch: int = 1, padded: bool = False, **options: Any) -> 
     return model.generate(**prompt(batch, padded), **options).tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("nprocs", RANKS)
+@pytest.mark.parametrize(
+    ("nprocs", "family"), [(3, "llama"), (2, "gpt2"), soak(2, "llama"), soak(3, "gpt2")]
+)
 def test_greedy_and_sampled_tokens_equal_those_of_one_process(
     checkpoints, on_master, family, nprocs
 ):
@@ -314,10 +313,22 @@ FEATURES = [
     contrastive_search_as_a_function_of_ones_own,
     two_batches_of_different_size_in_turn,
 ]
+COVERED = [  # each by another one that does this and more, or by test_uses.py
+    beams,
+    sampled_beams,
+    a_static_cache,
+    a_prompt_in_chunks,
+    a_processor_of_logits,
+    criteria_that_stop,
+    several_sequences_of_each_prompt,
+]
+IN_CI = [feature for feature in FEATURES if feature not in COVERED]
 
 
 @pytest.mark.parametrize("nprocs", [3, soak(2)])
-@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.__name__)
+@pytest.mark.parametrize(
+    "feature", soak_all(FEATURES, but=IN_CI), ids=lambda feature: feature.__name__
+)
 def test_generate_is_exact_with(checkpoints, on_master, feature, nprocs):
     plain, path = checkpoints.llama()
     assert on_master(path, nprocs, feature) == feature(plain)
@@ -544,7 +555,7 @@ def test_a_hook_reads_the_memory_of_a_hidden_state_that_was_elsewhere(checkpoint
     assert on_master(path, 2, work) == work(plain)
 
 
-@pytest.mark.parametrize("nprocs", RANKS)
+@pytest.mark.parametrize("nprocs", [3, soak(2)])
 def test_a_decoded_token_is_one_frame_a_hop(checkpoints, on_master, nprocs):
     def work(model):
         tokens(model, 1, max_new_tokens=4, eos_token_id=None)

@@ -9,6 +9,7 @@ not pass for smallness.
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 import sys
@@ -56,6 +57,7 @@ def native_size(text: str) -> Size:
     return sum(1 for line in code.splitlines() if line.strip()), len(NATIVE_TOKEN.findall(code))
 
 
+@functools.cache
 def sizes() -> dict[str, Size]:
     """By folder, the size of the files that lie in it itself."""
     code: dict[str, Size] = {}

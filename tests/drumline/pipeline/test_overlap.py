@@ -206,7 +206,7 @@ def no_cache(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("nprocs", [3, soak(2)])
-@pytest.mark.parametrize("work", [greedy, sampled, beams, a_static_cache, no_cache])
+@pytest.mark.parametrize("work", [soak(greedy), sampled, beams, a_static_cache, no_cache])
 def test_tokens_of_groups_are_those_of_the_whole(
     checkpoints, on_master, small, groups, work, nprocs
 ):
@@ -234,7 +234,7 @@ def test_windows_that_slide_are_put_together_too(checkpoints, on_master, small, 
     assert groups
 
 
-@pytest.mark.parametrize("work", [greedy, no_cache, a_static_cache])
+@pytest.mark.parametrize("work", [greedy, soak(no_cache), a_static_cache])
 def test_layers_that_do_not_say_where_they_keep_their_keys_are_learned_of_by_each_group(
     checkpoints, on_master, small, groups, work
 ):
@@ -383,7 +383,7 @@ def long_prompt(model: Any) -> Any:
     return model.generate(ids, max_new_tokens=6, **options).tolist()
 
 
-@pytest.mark.parametrize("nprocs", [2, 3])
+@pytest.mark.parametrize("nprocs", [3, soak(2)])
 def test_a_long_prompt_goes_in_chunks_of_itself(checkpoints, on_master, small, groups, nprocs):
     plain, path = checkpoints.make("mistral-chunks", "MistralForCausalLM", **WINDOWS)
     assert on_master(path, nprocs, long_prompt) == long_prompt(plain)
@@ -412,7 +412,9 @@ def test_a_cache_that_holds_some_chunks_of_a_failed_call_is_refused(
     assert len(groups) == 3
 
 
-@pytest.mark.parametrize("family", ["BertLMHeadModel", "RemBertForCausalLM", "MoshiForCausalLM"])
+@pytest.mark.parametrize(
+    "family", ["BertLMHeadModel", soak("RemBertForCausalLM"), "MoshiForCausalLM"]
+)
 def test_a_prompt_whose_tokens_see_more_than_a_cache_says_stays_whole(
     checkpoints, on_master, small, groups, family
 ):

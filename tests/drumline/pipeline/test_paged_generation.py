@@ -73,7 +73,7 @@ def llama(checkpoints):
     return path, inputs, alone(plain, inputs)
 
 
-@pytest.mark.parametrize("nprocs", [1, 3, soak(2)])
+@pytest.mark.parametrize("nprocs", [3, soak(1), soak(2)])
 def test_mixed_prompts_get_the_texts_that_they_have_alone(llama, batched, nprocs):
     path, inputs, texts = llama
     assert batched(path, nprocs, inputs) == texts
@@ -186,7 +186,7 @@ WINDOWS = {
     ("name", "settings"),
     [
         ("windows", {"max_batch_tokens": 11}),
-        ("windows and all", {}),
+        soak("windows and all", {}),
         ("windows and all", {"num_blocks": 8}),
     ],
 )

@@ -12,6 +12,7 @@ from drumline.pipeline.paged_generation import BatchedRanks
 from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import CHUNK_TOKENS, PAGE_SIZE, BatchScheduler, ServingLimits
 from drumline.serving.scheduler import Generation as Sequence
+from tests.cases import soak
 from tests.drumline.serving.conftest import expected
 from tests.drumline.test_families import CAUSAL, skip_unless_it_runs
 
@@ -230,7 +231,7 @@ def test_a_step_that_fails_ends_its_own_sequences_and_the_next_ones_run(plain, l
         assert isinstance(clients[0].reason, MemoryError)
 
 
-@pytest.mark.parametrize("family", ["gemma3n", "mamba", "opt"])
+@pytest.mark.parametrize("family", ["gemma3n", "mamba", soak("opt")])
 def test_a_family_without_pages_is_served_one_sequence_at_a_time_and_said_so(
     checkpoints, on_master, caplog, family
 ):

@@ -14,6 +14,7 @@ from launcher import timings
 from launcher.backends import threads_main
 from launcher.job import Job, Target
 from launcher.local import auto_preload
+from tests.cases import soak
 from tests.launcher.conftest import ROOT
 
 
@@ -33,7 +34,9 @@ def test_an_exception_whose_str_raises_ends_the_launch():
     assert raised.value.failures[0].type == "Unprintable"
 
 
-@pytest.mark.parametrize(("code", "expected"), [("256", 0), ("-1", 255), ("3", 3), ("None", 0)])
+@pytest.mark.parametrize(
+    ("code", "expected"), [soak("256", 0), ("-1", 255), soak("3", 3), ("None", 0)]
+)
 @pytest.mark.parametrize("name", ["threads", "multiprocessing"])
 def test_exit_codes_are_those_of_a_process(command, name, code, expected):
     script = command.script(f"import sys\nsys.exit({code})")
@@ -125,7 +128,7 @@ def test_processes_that_threads_have_started_end_with_the_launch(command):
     assert not command.left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, soak(signal.SIGHUP)])
 def test_stop_signals_end_threads_and_the_processes_that_they_have_started(command, number):
     script = command.script(LEAVES_A_CHILD.replace("SECONDS", "60"))
     process = command.start("run", "-n", "2", "--launcher", "threads", script)
@@ -136,8 +139,14 @@ def test_stop_signals_end_threads_and_the_processes_that_they_have_started(comma
     assert not command.left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-@pytest.mark.parametrize("victim", ["launcher", "reaper", "threads"])
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [
+        *((victim, signal.SIGKILL) for victim in ("launcher", "reaper", "threads")),
+        ("reaper", signal.SIGSEGV),  # of the others, whatever ends them ends them alike
+        *(soak(victim, signal.SIGSEGV) for victim in ("launcher", "threads")),
+    ],
+)
 def test_processes_that_threads_have_started_end_if_one_of_ours_is_killed(command, victim, number):
     """Those in sessions of their own were left if the launcher was killed, or a reaper crashed."""
     text = LEAVES_A_CHILD.replace("SECONDS", "60").replace('"ready"', "os.getpid(), os.getppid()")
