@@ -65,16 +65,19 @@ else
 	@$(BIN)/python -m tests.programs.side_by_side $(SIDE_BY_SIDE) $(TEST_OPTIONS)
 endif
 
+# All of these run for `make versions` and `make canary`. Every other one of them imports the package
+# with these versions, and the uses say whether groups and chunks happen.
+CONTACT := $(shell grep -vE "test_packaging|test_overlap" tests/versions/contact_tests.txt) tests/drumline/test_uses.py
 # What touches torch and transformers, with the lowest versions of them; the native parts are the same.
 # Without the torch backend, which is compiled for each torch: minutes of one core.
-LOWEST_TESTS ?= $(shell grep -vE "torch_interop|autoload" tests/versions/contact_tests.txt) tests/drumline/test_uses.py
+LOWEST_TESTS ?= $(shell printf '%s\n' $(CONTACT) | grep -vE "torch_interop|autoload")
 .PHONY: test-lowest
 test-lowest: export OMP_WAIT_POLICY := passive
 test-lowest: $(VENV)/ready .venv-lowest/ready
 	@echo "== running the tests of the lowest versions"
 	@.venv-lowest/bin/python -m pytest $(TEST_OPTIONS) $(LOWEST_TESTS)
 
-CONTACT_TESTS ?= @tests/versions/contact_tests.txt tests/drumline/test_uses.py
+CONTACT_TESTS ?= $(CONTACT)
 .PHONY: test-newest
 test-newest: export OMP_WAIT_POLICY := passive
 test-newest: $(VENV)/ready build/versions/newest/ready
