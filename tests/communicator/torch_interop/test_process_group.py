@@ -51,10 +51,11 @@ dist.destroy_process_group()
 """
 
 
-def test_ranks_that_torchrun_restarts_meet_again(warm, tmp_path):
+def test_ranks_that_torchrun_restarts_meet_again(warm, commands, tmp_path):
     script = tmp_path / "restarted.py"
     script.write_text(RESTARTED)
     start = ("-m", "torch.distributed.run", "--standalone", "--max-restarts", "1")
-    done = warm.run(*start, "--monitor-interval", "0.1", "--nproc-per-node", "2", script)
+    options = ("--monitor-interval", "0.1", "--nproc-per-node", "2")
+    done = warm.run(*start, *options, script, env=commands)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sum 6") == 2

@@ -37,11 +37,11 @@ def _infos(out):
     return [json.loads(line[line.index("{") :]) for line in lines]
 
 
-def test_group_that_a_bare_torchrun_restarts_is_another_launch(tmp_path):
+def test_group_that_a_bare_torchrun_restarts_is_another_launch(warm, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(FAIL_ONCE)
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
-    done = _run([*start, "--monitor-interval", "0.1", "--nproc-per-node", "2", str(script)])
+    start = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+    done = warm.run(*start, "--monitor-interval", "0.1", "--nproc-per-node", "2", script)
     assert done.returncode == 0, done.stderr
     infos = _infos(done.stdout)
     gangs = {info["launch_id"]: [] for info in infos}

@@ -89,14 +89,17 @@ def test_five_ranks_of_open_mpi_agree_on_a_master_whose_name_leads_to_loopback(h
     check_five_ranks(infos(out), "10.77.0.1")
 
 
-def test_five_ranks_of_torchrun_meet_at_its_store(hosts, tmp_path):
+def test_five_ranks_of_torchrun_meet_at_its_store(hosts, commands, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SHOW)
-    start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--rdzv-id", "tuesday"]
+    environ = {**commands, "PYTHON_EXEC": sys.executable}  # of the ranks
+    start = ["torchrun", "--nnodes", "2", "--rdzv-id", "tuesday"]
     meet = ["--master-addr", "10.77.0.1", "--master-port", "29517"]
     agents = [
         hosts.start(
-            node, [*start, *meet, "--node-rank", f"{node}", "--nproc-per-node", count, str(script)]
+            node,
+            [*start, *meet, "--node-rank", f"{node}", "--nproc-per-node", count, str(script)],
+            **environ,
         )
         for node, count in enumerate(("3", "2"))
     ]
