@@ -1,8 +1,5 @@
 """The gloo backend, with ranks as threads."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -17,7 +14,6 @@ from communicator import (
 from coordinator import Coordinator
 from launcher import LaunchInfo
 from tests.cases import soak
-from tests.conftest import ROOT
 
 
 @pytest.mark.parametrize("world_size", [1, soak(3)])  # two: test_cli.py
@@ -220,8 +216,7 @@ os._exit(0)
 """
 
 
-def test_a_forked_child_leaves_the_communicators_of_its_parent_alone():
+def test_a_forked_child_leaves_the_communicators_of_its_parent_alone(warm):
     """gloo's threads are not there: to wait for them hangs, or ends the child (SIGABRT)."""
-    command = [sys.executable, "-c", FORKED]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    done = warm.run("-c", FORKED)
     assert done.stdout == "7\n", done.stderr

@@ -55,13 +55,13 @@ def wait_for(condition, what):
 
 
 @pytest.fixture
-def launch(tmp_path, monkeypatch):
+def launch(warm, tmp_path, monkeypatch):
     monkeypatch.setattr(top, "LOOK_S", 0.3)
     monkeypatch.setattr(top, "TRACE_S", 1.5)
     monkeypatch.setattr(rank_view, "WATCH_S", 2.0)
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "launcher", "run", "-n", "3"]
-    process = subprocess.Popen([*command, tmp_path / "script.py", tmp_path], cwd=ROOT)
+    command = ["-m", "launcher", "run", "-n", "3", tmp_path / "script.py", tmp_path]
+    process = warm.start(*command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT)
     wait_for(lambda: len([*tmp_path.glob("ready-*")]) == 3, "the ranks to start")
     yield process
     process.send_signal(signal.SIGTERM)
