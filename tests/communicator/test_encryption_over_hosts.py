@@ -31,7 +31,7 @@ with open(sys.argv[1], "wb") as file:
         file.write(frame)
 """
 SAY_END = "import socket, sys; socket.socket(type=socket.SOCK_DGRAM).sendto({!r}, (sys.argv[1], 9))"
-# One process per host, which imports torch and forks its ranks: first they do not encrypt.
+# One process per host, which forks its ranks: first they do not encrypt.
 HOST = """
 import os, sys
 import torch
@@ -134,11 +134,11 @@ def command_of(host, hosts, launch_id, secret):
         LaunchInfo(launch_id, sum(SIZES), SIZES[host], first + k, k, hosts.addresses[0], 1)
         for k in range(SIZES[host])
     ]
-    words = [sys.executable, "-c", HOST, secret, *(info.to_bytes().decode() for info in infos)]
+    words = ["python", "-c", HOST, secret, *(info.to_bytes().decode() for info in infos)]
     return hosts.command(host, words)
 
 
-def test_nothing_of_an_encrypted_launch_is_found_on_the_network(hosts, tmp_path):
+def test_nothing_of_an_encrypted_launch_is_found_on_the_network(hosts, commands, tmp_path):
     """What is looked for is found where the same ranks do not encrypt. And what would send it
     unencrypted is refused."""
     launch_id, secret = uuid.uuid4().hex, secrets.token_hex(32)
@@ -153,7 +153,8 @@ def test_nothing_of_an_encrypted_launch_is_found_on_the_network(hosts, tmp_path)
         script = [sys.executable, "-S", "-c", CAPTURE, str(file)]
         capture = start(hosts.command(0, script), stdout=subprocess.PIPE)
         assert capture.stdout.readline() == b"ready\n"
-        started = [start(command_of(host, hosts, launch_id, secret)) for host in (0, 1)]
+        run = [command_of(host, hosts, launch_id, secret) for host in (0, 1)]
+        started = [start(command, env={**os.environ, **commands}) for command in run]
         assert [process.wait(90) for process in started] == [0, 0]
         say_end = [sys.executable, "-S", "-c", SAY_END.format(END), hosts.addresses[0]]
         subprocess.run(hosts.command(1, say_end), check=True, timeout=20)

@@ -330,7 +330,7 @@ def test_an_unwritable_trace_file_is_a_usage_error(command, usage_error, tmp_pat
     assert "out.json" in usage_error("run", "-n", "1", "--trace", nowhere, script)
 
 
-def test_the_calls_of_coordinator_and_communicator_are_traced(tmp_path, command):
+def test_the_calls_of_coordinator_and_communicator_are_traced(tmp_path, command, warm):
     out = tmp_path / "out.json"
     script = command.script(
         "import torch\n"
@@ -340,8 +340,8 @@ def test_the_calls_of_coordinator_and_communicator_are_traced(tmp_path, command)
         "    coor.barrier()\n"
         "    comm.allreduce(torch.ones(5))\n"
     )
-    ended = command.run("run", "-n", "2", "--preload", "torch", "--trace", str(out), script)
-    assert ended.code == 0, ended.err
+    ended = warm.run("-m", "launcher", "run", "-n", "2", "--trace", out, script)
+    assert ended.returncode == 0, ended.stderr
     spans = [e for e in json.loads(out.read_text())["traceEvents"] if e["ph"] == "X"]
     for rank in range(2):
         seen = {event["name"]: event for event in spans if event["pid"] == rank}
