@@ -143,7 +143,7 @@ def test_stop_signals_end_threads_and_the_processes_that_they_have_started(comma
     ("victim", "number"),
     [
         *((victim, signal.SIGKILL) for victim in ("launcher", "reaper", "threads")),
-        ("reaper", signal.SIGSEGV),  # of the others, whatever ends them ends them alike
+        ("reaper", signal.SIGSEGV),  # they were left when it crashed
         *(soak(victim, signal.SIGSEGV) for victim in ("launcher", "threads")),
     ],
 )
