@@ -12,7 +12,6 @@ import gc
 import importlib
 import json
 import os
-import runpy
 import select
 import signal
 import socket
@@ -22,6 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from launcher import target
+from launcher.job import Job, Target
 from launcher.system import linux
 
 ROOT = Path(__file__).parents[2]
@@ -258,16 +259,20 @@ def become(parent: int, request: dict, out: int, err: int, command: list[int]) -
 
 
 def run(argv: list[str]) -> None:
+    """Do what python does with these arguments.
+
+    The main module stays, as python's does: torch's threads want the interpreter that would wait
+    for their end while it frees a script's process group, and end by themselves once all ends.
+    """
     argv = argv[argv[0] == "-u" :]  # as torchrun starts its ranks
+    sys.path[0] = os.getcwd()
     if argv[0] == "-c":
-        sys.argv, sys.path[0] = ["-c", *argv[2:]], os.getcwd()
+        sys.argv = ["-c", *argv[2:]]
         exec(compile(argv[1], "<string>", "exec"), sys.modules["__main__"].__dict__)
     elif argv[0] == "-m":
-        sys.argv, sys.path[0] = argv[1:], os.getcwd()
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        target.call(Job(Target("module", argv[1]), (*argv[2:],)))
     else:
-        sys.argv, sys.path[0] = argv, os.path.dirname(os.path.abspath(argv[0]))
-        runpy.run_path(argv[0], run_name="__main__")
+        target.call(Job(Target("script", argv[0]), (*argv[1:],)))
 
 
 if __name__ == "__main__":
