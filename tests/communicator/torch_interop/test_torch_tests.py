@@ -13,7 +13,7 @@ PROGRAM = Path(__file__).parents[1] / "programs" / "torch_tests.py"
 
 # What torch says of the tests that it does not run here, and why that is no matter of ours.
 SKIPPED = {
-    "needs a GPU": r"CUDA is not available|Need at least \d CUDA devices",
+    "needs a GPU": r"(CUDA|accelerator) is not available|Need at least \d (CUDA|acc\w+) dev",
     "for NCCL alone": r"N(CCL|ccl)|to be one of {'nccl'}",
     "for other numbers of ranks": r"world ?size",
     "for gloo alone": r"torch reserves this to gloo|in C\+\+ torch names all",
