@@ -67,7 +67,7 @@ endif
 
 # All of these run for `make versions` and `make canary`. Every other one of them imports the package
 # with these versions, and the uses say whether groups and chunks happen.
-CONTACT := $(shell grep -vE "test_packaging|test_overlap" tests/versions/contact_tests.txt) tests/drumline/test_uses.py
+CONTACT = $(shell grep -vE "test_packaging|test_overlap" tests/versions/contact_tests.txt) tests/drumline/test_uses.py
 # What touches torch and transformers, with the lowest versions of them; the native parts are the same.
 # Without the torch backend, which is compiled for each torch: minutes of one core.
 LOWEST_TESTS ?= $(shell printf '%s\n' $(CONTACT) | grep -vE "torch_interop|autoload")

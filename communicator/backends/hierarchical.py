@@ -111,6 +111,7 @@ class Hierarchical(Backend):
             )
             for column in range(place, self._num_columns, num_local)
         }
+        self._everyone = SubgroupCollectives(self._network, range(self.world_size))
         self._leaders = self._columns.get(0)  # None on other ranks than the first of a node
         places = (
             self._node_of[rank] * self._num_columns + self._nodes[self._node_of[rank]].index(rank)
@@ -331,8 +332,7 @@ class Hierarchical(Backend):
         """Alltoall among the ranks of different nodes."""
         width, near = out.shape[1], self._node_ranks
         rows = [NOTHING if rank in near else row(width, rank) for rank in range(self.world_size)]
-        everyone = SubgroupCollectives(self._network, range(self.world_size))
-        everyone.exchange(tensor, out, rows, rows)
+        self._everyone.exchange(tensor, out, rows, rows)
 
     def barrier(self) -> None:
         with self._failing_together("barrier"):

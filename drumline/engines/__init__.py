@@ -67,10 +67,10 @@ def _mismatch(
     record: dict[str, Any],
 ) -> Unsupported:
     now = "is not there" if actual is None else f"is called with ({', '.join(actual)})"
-    variable, engine = f"DRUMLINE_{engine.upper()}", engine.partition("_")[0]
-    recorded = f"{engine} {record['version']}"
+    variable, package = f"DRUMLINE_{engine.upper()}", engine.partition("_")[0]  # of vllm_cuda: vllm
+    recorded = f"{package} {record['version']}"
     return Unsupported(
-        f"{variable}=1 with {engine} {version}: {function} {now}, and in {recorded}, for which "
+        f"{variable}=1 with {package} {version}: {function} {now}, and in {recorded}, for which "
         f"drumline's adapter was written, with ({', '.join(expected)}), so its calls would be "
-        f"wrong. Install {recorded}, or unset {variable} to run {engine} without drumline."
+        f"wrong. Install {recorded}, or unset {variable} to run {package} without drumline."
     )

@@ -6,6 +6,7 @@ that is not supported. Any other is refused by name: a response that ignored it 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -158,7 +159,8 @@ class GenerationRequest(ApiObject):
 
         defaults: by name, of what the request does not have. end_token: the tokenizer's.
         """
-        shared = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
+        names = {field.name for field in dataclasses.fields(SamplingParams)}
+        shared = names & type(self).model_fields.keys()
         values = {**defaults, **self.model_dump(include=shared, exclude_none=True)}
         ends = set() if end_token is None or self.ignore_eos else {end_token}
         values |= {

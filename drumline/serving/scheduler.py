@@ -16,10 +16,10 @@ import functools
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -236,8 +236,29 @@ class Scheduler:
         return is_first
 
 
-Batch = Any
-"""A part of the sequences, computed in steps: a PagedManager, or what stands in its place."""
+class Batch(Protocol):
+    """A part of the sequences, computed in steps; each is a request with a name."""
+
+    @property
+    def names_in_step(self) -> list[str]:
+        """The requests of the step that runs, or that failed."""
+
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def pool_usage(self) -> float: ...
+    def num_cached(self, name: str) -> int: ...
+    @property
+    def failure(self) -> Exception | None:
+        """The error that has ended the steps, if one did."""
+
+    def start(self) -> None: ...
+    def stop(self, *, hard_stop: bool) -> None: ...
+    def is_running(self) -> bool: ...
+    def add_request(self, tokens: list[int], name: str) -> Any: ...
+    def cancel_request(self, name: str) -> None: ...
+    def __iter__(self) -> Iterator[Any]:
+        """Lasts until stop(). Raises what a step raises."""
 
 
 class BatchScheduler(Scheduler):
@@ -267,11 +288,11 @@ class BatchScheduler(Scheduler):
 
     @property
     def num_running(self) -> int:
-        return min(len(self._open), sum(int(batch.num_running) for batch in self._batches))
+        return min(len(self._open), sum(batch.num_running for batch in self._batches))
 
     @property
     def pool_usage(self) -> float:
-        usages = [float(batch.pool_usage) for batch in self._batches if self.num_running]
+        usages = [batch.pool_usage for batch in self._batches if self.num_running]
         return sum(usages) / len(self._batches)
 
     def _made_batches(self, model: Any) -> list[Batch]:

@@ -364,7 +364,7 @@ class NodeLeader:
         if not connection.is_open:
             return False
         self.selector.unregister(connection.channel.socket)
-        connection.channel.socket.close()
+        connection.channel.close()
         if connection.node is not None:
             del self.nodes[connection.node.node_rank]
         return True

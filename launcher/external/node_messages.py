@@ -78,7 +78,9 @@ class NodeChannel:
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket, self._framed = connection, FramedConnection(connection)
-        self.close = connection.close
+
+    def close(self) -> None:
+        self.socket.close()
 
     def send(self, **message: Any) -> None:
         """Send a message. Raises ConnectionBroken also if the other end takes nothing in."""

@@ -129,8 +129,8 @@ def _preload(plan: ForkPlan) -> Callable[[], object]:
     torch, share = sys.modules.get("torch"), plan.environment.get(OMP_THREADS)
 
     def prepare_rank() -> None:
-        # nanobind, in triton, prints a page about leaks where Python's end frees no cycle. It costs
-        # a rank half a second to free all, so not where nobody looks.
+        # nanobind, in triton, prints a page about leaks where Python's end frees no cycle. To free
+        # all takes as long as a rank that does little, so that is not done where nobody looks.
         if "triton" in sys.modules:
             atexit.register(gc.unfreeze)
         if numpy_random is not None:

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from drumline.contact.loading.generation_fields import MAX_INT64
+
 
 class FieldError(Exception):
     """A field of a file has a value that it cannot have; readers make it a CheckpointError."""
@@ -53,7 +55,6 @@ def _table(*bounds: Bound) -> Mapping[str, Bound]:
 
 MAX_LAYERS = 1000
 """More layers than any model has that uses the tensors of one layer for many, as ALBERT does."""
-MAX_INT64 = (1 << 63) - 1
 MAX_SIZE = (1 << 31) - 1
 """Of one size of a model, as GGUF's readers hold it."""
 
