@@ -22,47 +22,6 @@ from torch.export import ExportedProgram
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = [
-    "DispatchMode",
-    "FakeTensor",
-    "FakeTensorMode",
-    "HigherOrderOperator",
-    "NamedProcessGroup",
-    "OpOverload",
-    "OpOverloadPacket",
-    "TorchDispatchMode",
-    "autocast_functions",
-    "backends_of",
-    "below_autograd",
-    "compile_mark",
-    "compile_package",
-    "declares_parts",
-    "dispatch_modes",
-    "dtensor_like",
-    "fake_store",
-    "forward_hooks",
-    "gloo_allgather",
-    "gloo_group",
-    "is_compiled",
-    "is_fake",
-    "is_transformed",
-    "make_wrapper",
-    "move_method",
-    "no_torch_function",
-    "open_package",
-    "own_tables",
-    "parse_to",
-    "plain_functions",
-    "schema_of",
-    "skip_in_dynamo",
-    "store_of",
-    "timeout_of",
-    "tree_leaves",
-    "tree_map",
-    "unsaved_buffers",
-    "unwrapped",
-]
-
 Table = dict[str, Any]
 
 # Tensors. What is called for every token is torch's own function, without one of ours around it.

@@ -43,25 +43,6 @@ from launcher.runtime.log_setup import configure as configure_logging
 from launcher.runtime.rank_environment import set_patience
 from launcher.system import gpus, linux
 
-__all__ = [
-    "PATIENCE_OPTION",
-    "TOKEN_OPTIONS",
-    "USAGE_CODE",
-    "CommandParser",
-    "VersionAction",
-    "complete",
-    "completing_command",
-    "configure_logging",
-    "endpoint_of",
-    "main",
-    "parse",
-    "parser",
-    "run_command",
-    "set_patience",
-    "token_to_join",
-    "with_token",
-]
-
 PROG = "python -m launcher"
 DESCRIPTION = "Start ranks, check this machine, and read the traces of launches."
 USAGE_CODE = 2
