@@ -66,3 +66,6 @@ from launcher.trace.recorder import Recorder as Recorder
 from launcher.trace.recorder import recorder as recorder
 
 __version__: str
+
+def import_public(package: str, name: str, before: object = None) -> object: ...
+def list_public(package: str) -> list[str]: ...

@@ -126,14 +126,10 @@ def test_a_layer_imports_only_lower_layers_and_only_their_public_names():
 
 @functools.cache
 def _public(layer: str) -> set[str]:
-    stub = ROOT / layer / "__init__.pyi"
-    if stub.exists():
-        imports = [n for n in ast.parse(stub.read_text()).body if isinstance(n, ast.ImportFrom)]
-        return {alias.name for node in imports for alias in node.names}
-    for node in trees()[Path(layer, "__init__.py")].body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
-            return PUBLIC_MODULES.get(layer, set()) | set(ast.literal_eval(node.value))
-    return set()
+    stub = ast.parse((ROOT / layer / "__init__.pyi").read_text())
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    names = {alias.name for node in imports for alias in node.names}
+    return names | PUBLIC_MODULES.get(layer, set())
 
 
 def test_a_package_imports_only_those_before_it_in_the_table():
