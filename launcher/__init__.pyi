@@ -52,6 +52,7 @@ from launcher.system import gpus as gpus
 from launcher.system import host_addresses as host_addresses
 from launcher.system import link_state as link_state
 from launcher.system import linux as linux
+from launcher.system import stop_signals as stop_signals
 from launcher.system.engine_request import EngineRequest as EngineRequest
 from launcher.system.engine_request import engine_request as engine_request
 from launcher.system.free_memory import free_memory_by_limit as free_memory_by_limit

@@ -10,7 +10,6 @@ import functools
 import ipaddress
 import logging
 import resource
-import signal
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from drumline.serving.scheduler import CHUNK_ON_ACCELERATOR, ServingLimits
 from drumline.strategies.load import Memory, load
 from drumline.strategies.opening import folder_on_all_ranks
 from drumline.strategies.with_model import num_positions, read_generator, read_model_tokenizer
+from launcher import stop_signals
 
 DEFAULT_MAX_LENGTH = 4096  # tokens, where the model has positions for more
 MAX_WAITING_CONNECTIONS = 256  # idle, or sending, beside those whose requests run or wait
@@ -113,7 +113,7 @@ def serve(model_path: str, *arguments: Any, **options: Any) -> None:
         length = coor.broadcast_object(endpoint and endpoint.max_length)
         with (
             # Rank 0 decides when the others end, so that they do not obey the signal themselves.
-            endpoint.listener if endpoint else handling_signals(signal.SIG_IGN),
+            endpoint.listener if endpoint else stop_signals.handled_by(lambda _: None),
             settings.load(folder, coor, settings.memory, length) as model,
         ):
             assert endpoint is not None  # the other ranks never leave load()
@@ -313,7 +313,10 @@ def serve_requests(service: Any, endpoint: Endpoint, settings: ServerSettings) -
         listener.listen(BACKLOG)
         host, port = listener.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
-        with handling_signals(server.handle_exit), _monitored(service, server):
+        with (
+            stop_signals.handled_by(lambda number: server.handle_exit(number, None)),
+            _monitored(service, server),
+        ):
             print(f"serving {service.name} at http://{host}:{port}/v1", flush=True)
             server.run(sockets=[listener])
     if service.failure is not None:
@@ -336,21 +339,6 @@ def uvicorn_config(app: Any, limits: ServingLimits) -> Any:
         access_log=False,
         timeout_graceful_shutdown=timings.TIMINGS.drain_s + timings.TIMINGS.notify_s,
     )
-
-
-@contextlib.contextmanager
-def handling_signals(handler: Any) -> Iterator[None]:
-    """Within, handle SIGINT and SIGTERM; only in the main thread, the one that can."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    previous = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import signal
 import socket
 import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
 
+import launcher
 from coordinator import Coordinator, RankFailure
 from drumline.core.consistency import run_on_all_ranks
 from drumline.errors import PeerLost
@@ -48,7 +48,7 @@ def serve_front(
     """
     settings = http_server.ServerSettings.of(**options)
     # The front decides when the ranks end, so that they do not obey the signal themselves.
-    with http_server.handling_signals(signal.SIG_IGN), Coordinator() as coor:
+    with launcher.stop_signals.handled_by(lambda _: None), Coordinator() as coor:
         connection = run_on_all_ranks(coor, lambda: _connected(address, coor))
         length = coor.broadcast_object(settings.max_length)
         sizes = _memory_of_ranks(coor, ranks_of_nodes, node_rank, settings.memory)
