@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -339,48 +340,10 @@ class DetokenizeRequest(ApiObject):
     tokens: list[int]
 
 
-IGNORED_FIELDS = frozenset(
-    (
-        *("cache_prompt", "cache_salt", "metadata", "prediction", "priority", "prompt_cache_key"),
-        *("prompt_cache_retention", "request_id", "safety_identifier", "service_tier", "store"),
-        "user",
-    )
-)
-"""Fields that change nothing about the answer: who asks, how soon, what is kept."""
-
-DEFAULT_VALUES: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "early_stopping": (False,),
-    "echo": (False,),
-    "function_call": ("auto", "none"),
-    "functions": ([],),
-    "include": ([], ["reasoning.encrypted_content"]),
-    "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "logprobs": (False,),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True,),
-    "suffix": ("",),
-    "tool_choice": ("auto", "none"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "top_n_sigma": (-1,),
-    "truncation": ("disabled",),
-    "typical_p": (1,),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "vllm_xargs": ({},),
-}
-"""Fields with the values by which clients say that they do not use them, also where a request has
-no such field."""
+UNUSED = json.loads(Path(__file__).with_name("unused_fields.json").read_text())
+"""ignored: fields that change nothing about the answer: who asks, how soon, what is kept.
+defaults: fields with the values by which clients say that they do not use them, also where a
+request has no such field."""
 
 
 def parse(body: bytes | bytearray) -> dict[str, Any]:
@@ -411,10 +374,9 @@ def validate(kind: type[Any], fields: dict[str, Any], max_items: int) -> Any:
         for name, value in fields.items():
             _check_num_items(value, max_items if name == "prompt" else MAX_ITEMS)
         _check_num_items([*fields], MAX_ITEMS)
-        present = dict(fields)
-        json.dumps(present, ensure_ascii=False).encode()
+        json.dumps(fields, ensure_ascii=False).encode()
         return kind.model_validate(
-            {name: value for name, value in present.items() if not _is_unused(kind, name, value)}
+            {name: value for name, value in fields.items() if not _is_unused(kind, name, value)}
         )
     except UnicodeError as error:
         raise invalid_request(f"The body is not valid text: {error}") from error
@@ -428,10 +390,9 @@ def _is_unused(kind: type[Any], name: str, value: Any) -> bool:
     """True of a field that is dropped."""
     if name in kind.model_fields:
         return False
-    defaults = DEFAULT_VALUES.get(name, ())
-    return name in IGNORED_FIELDS or any(
+    return name in UNUSED["ignored"] or any(
         value == default and isinstance(value, bool) == isinstance(default, bool)
-        for default in defaults
+        for default in UNUSED["defaults"].get(name, ())
     )
 
 
