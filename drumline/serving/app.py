@@ -286,7 +286,6 @@ class Service:
         schema, end_token = body.json_schema, getattr(self.tokenizer, "eos_token_id", None)
         if end_token is not None and end_token >= self.scheduler.vocabulary:
             end_token = None
-        options = {"has_echo": body.has_echo, "skip_special_tokens": body.skip_special_tokens}
         for prompt, choice in itertools.product(prompts, range(body.n)):
             params = body.sampling_params(max_tokens, choice, self._sampling, end_token)
             try:
@@ -296,7 +295,7 @@ class Service:
                 text = str(error) if isinstance(error, DrumlineError) else f"{field}: {error}"
                 raise protocol.invalid_request(text, field) from error
             parser = message_parser(self.tokenizer, body, prompt)
-            stream.add(prompt, params, self.scheduler.end_tokens, grammar, parser, **options)
+            stream.add(body, prompt, params, self.scheduler.end_tokens, grammar, parser)
 
     @functools.cached_property
     def _grammars(self) -> GrammarCompiler:

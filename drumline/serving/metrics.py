@@ -40,23 +40,17 @@ class SchedulerCollector(Collector):  # type: ignore[misc]
         self.scheduler = scheduler
 
     def collect(self) -> Iterator[Metric]:
-        scheduler = self.scheduler
-        yield CounterMetricFamily(
-            "drumline_new_tokens", "Generated tokens.", value=scheduler.num_new_tokens
-        )
-        yield CounterMetricFamily(
-            "drumline_restarts",
-            "Times that the ranks were restarted.",
-            value=scheduler.num_restarts,
-        )
-        for name, text, value in (
-            ("requests_running", "Sequences in a batch now.", scheduler.num_running),
-            ("requests_waiting", "Sequences in the queue now.", scheduler.num_waiting),
-            ("pool_usage", "Share of the pages of keys that sequences have.", scheduler.pool_usage),
-            ("ranks_missing", "Ranks that did not come up again.", scheduler.num_missing_ranks),
-            ("largest_batch", "Most sequences of one batch so far.", scheduler.largest_batch),
+        now, counter, gauge = self.scheduler, CounterMetricFamily, GaugeMetricFamily
+        for kind, name, text, value in (
+            (counter, "new_tokens", "Generated tokens.", now.num_new_tokens),
+            (counter, "restarts", "Times that the ranks were restarted.", now.num_restarts),
+            (gauge, "requests_running", "Sequences in a batch now.", now.num_running),
+            (gauge, "requests_waiting", "Sequences in the queue now.", now.num_waiting),
+            (gauge, "pool_usage", "Share of the pages that sequences have.", now.pool_usage),
+            (gauge, "ranks_missing", "Ranks that did not come up again.", now.num_missing_ranks),
+            (gauge, "largest_batch", "Most sequences of one batch so far.", now.largest_batch),
         ):
-            yield GaugeMetricFamily(f"drumline_{name}", text, value=value)
+            yield kind(f"drumline_{name}", text, value=value)
 
 
 class VllmNames(Collector):  # type: ignore[misc]

@@ -22,9 +22,11 @@ class OneByOne:
     """Stands in place of transformers' manager of continuous batches, and is used as it is.
 
     choose(names, names_with_token, logits): the tokens of these names; each is the only one here.
+    names_in_step: the requests of the step that runs, or that failed. failure: the error that has
+    ended the steps; here, where none is kept, the loop raises it.
     """
 
-    failure = None
+    failure: Exception | None = None
     pool_usage = 0.0
 
     def __init__(self, model: Any, choose: Callable[..., list[int]]):

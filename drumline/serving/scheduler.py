@@ -16,10 +16,10 @@ import functools
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -144,20 +144,6 @@ class Generation:
             self._on_end(reason)
 
 
-def check_queue(limits: ServingLimits, num_waiting: int, num_sequences: int) -> None:
-    """Raise ServerBusy or RequestTooLarge if the queue cannot take that many now."""
-    if num_sequences > limits.max_waiting:
-        raise RequestTooLarge(
-            f"rank 0: {num_sequences} prompts at a time are more than the {limits.max_waiting} "
-            "that may wait here; ask for fewer."
-        )
-    if num_waiting + num_sequences > limits.max_waiting:
-        raise ServerBusy(
-            f"rank 0: {num_waiting} requests wait already, and {num_sequences} more would exceed "
-            f"the limit of {limits.max_waiting}; try again later."
-        )
-
-
 class Scheduler:
     """Open sequences, of which limits.max_running run at a time and the others wait.
 
@@ -203,7 +189,17 @@ class Scheduler:
         if self._closed_by is not None:
             raise self._closed_by
         num_waiting = max(len(self._open) - self.limits.max_running, 0)
-        check_queue(self.limits, num_waiting, num_sequences)
+        most = self.limits.max_waiting
+        if num_sequences > most:
+            raise RequestTooLarge(
+                f"rank 0: {num_sequences} prompts at a time are more than the {most} that may wait "
+                "here; ask for fewer."
+            )
+        if num_waiting + num_sequences > most:
+            raise ServerBusy(
+                f"rank 0: {num_waiting} requests wait already, and {num_sequences} more would "
+                f"exceed the limit of {most}; try again later."
+            )
 
     def submit(self, generations: Sequence[Generation]) -> None:
         """Open all, or none. Raises as check_capacity does."""
@@ -236,29 +232,9 @@ class Scheduler:
         return is_first
 
 
-class Batch(Protocol):
-    """A part of the sequences, computed in steps; each is a request with a name."""
-
-    @property
-    def names_in_step(self) -> list[str]:
-        """The requests of the step that runs, or that failed."""
-
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def pool_usage(self) -> float: ...
-    def num_cached(self, name: str) -> int: ...
-    @property
-    def failure(self) -> Exception | None:
-        """The error that has ended the steps, if one did."""
-
-    def start(self) -> None: ...
-    def stop(self, *, hard_stop: bool) -> None: ...
-    def is_running(self) -> bool: ...
-    def add_request(self, tokens: list[int], name: str) -> Any: ...
-    def cancel_request(self, name: str) -> None: ...
-    def __iter__(self) -> Iterator[Any]:
-        """Lasts until stop(). Raises what a step raises."""
+Batch = OneByOne
+"""A part of the sequences, computed in steps: mostly by transformers' manager, in whose place
+OneByOne stands."""
 
 
 class BatchScheduler(Scheduler):

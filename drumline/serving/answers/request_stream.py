@@ -1,7 +1,7 @@
 """The generations of one request, and what they add to its messages as it comes.
 
 stream = RequestStream(tokenizer)
-stream.add(prompt, params, end_tokens, None, PlainText(), has_echo=False, skip_special_tokens=True)
+stream.add(body, prompt, params, end_tokens, None, PlainText())
 scheduler.submit(stream.generations)
 async for piece in stream.pieces(request): ...
 """
@@ -57,30 +57,27 @@ class MessagePiece:
 class Choice:
     """One choice of an answer: takes the tokens of its sequence, and posts what they add to it.
 
-    parser: of its text. has_echo: True if the prompt is a part of the answer. end_tokens, grammar:
-    as Generation takes them.
+    parser: of its text. end_tokens, grammar: as Generation takes them.
     """
 
     def __init__(
         self,
         stream: RequestStream,
+        body: protocol.GenerationRequest,
         prompt: list[int],
         params: SamplingParams,
         end_tokens: set[int],
         grammar: Grammar | None,
         parser: PlainText,
-        *,
-        has_echo: bool,
-        skip_special_tokens: bool,
     ) -> None:
         self._stream, self._index, self._prompt = stream, len(stream.choices), prompt
         self._params, self._parser = params, parser
-        skips = skip_special_tokens and not parser.uses_special_tokens
+        skips = body.skip_special_tokens and not parser.uses_special_tokens
         self._detokenizer = IncrementalDetokenizer(stream.tokenizer, params.stop, prompt, skips)
         self.num_reasoning = 0  # tokens
         self._token_s = 0.0  # when the last one came
         self._num_held, self._logprobs = 0, list[TokenLogprob]()  # of tokens that are in no piece
-        self._is_echoed, self._has_calls = not has_echo, False
+        self._is_echoed, self._has_calls = not body.has_echo, False
         self._is_prompt_alone = params.max_tokens == 0
         if self._is_prompt_alone:  # one is always generated
             params = replace(params, max_tokens=1, stop_tokens=frozenset(), ignore_eos=True)

@@ -19,7 +19,8 @@ responses = importlib.import_module("drumline.serving.answers.responses")
 request_stream = importlib.import_module("drumline.serving.answers.request_stream")
 MessagePiece = request_stream.MessagePiece
 message_parser = importlib.import_module("drumline.serving.answers.message_parser")
-ApiError = importlib.import_module("drumline.serving.protocol").ApiError
+protocol = importlib.import_module("drumline.serving.protocol")
+ApiError = protocol.ApiError
 
 CALL = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}}
@@ -172,8 +173,8 @@ def test_a_parser_that_fails_at_the_end_ends_its_own_request_alone(byte_tokenize
 
     async def read():
         stream = request_stream.RequestStream(byte_tokenizer)
-        options = {"has_echo": False, "skip_special_tokens": True}
-        stream.add([5], SamplingParams(max_tokens=1), set(), None, BrokenParser(), **options)
+        body = protocol.CompletionRequest(model="m", prompt=[5])
+        stream.add(body, [5], SamplingParams(max_tokens=1), set(), None, BrokenParser())
         stream.generations[0].append(6)
         async for _ in stream.pieces(SimpleNamespace(is_disconnected=stays)):
             pass
