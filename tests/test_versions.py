@@ -101,6 +101,6 @@ def test_a_name_that_changed_is_told_with_its_place():
         "contact.py:3: lib.body: other code, same signatures",
         "contact.py:4: lib.gone is gone",
         "contact.py:5: lib.new was never recorded",
-        "drumline/contact/generate_options.py: the option new of generate() is new",
-        "drumline/contact/generate_options.py: the option old of generate() is gone",
+        "drumline/contact/loading/generation_options.json: the option new of generate() is new",
+        "drumline/contact/loading/generation_options.json: the option old of generate() is gone",
     ]

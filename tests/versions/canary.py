@@ -17,6 +17,8 @@ from typing import Any
 
 from tests.versions import environments, matrix, names
 
+OPTIONS = "drumline/contact/loading/generation_options.json"
+
 READ = Path(__file__).with_name("names_read.json")
 NEWEST = matrix.FOLDER / "newest-of-all"
 
@@ -40,7 +42,7 @@ def changes(read: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
             yield from (f"{place}: {name}{line}" for line in _differences(before, found))
     for option in sorted({*now["options of generate()"]} ^ {*read["options of generate()"]}):
         change = "new" if option in now["options of generate()"] else "gone"
-        yield f"drumline/contact/generate_options.py: the option {option} of generate() is {change}"
+        yield f"{OPTIONS}: the option {option} of generate() is {change}"
 
 
 def _differences(before: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:

@@ -5,8 +5,10 @@ misfit({"num_beams": "2"})                 # "num_beams='2', which is not an int
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 MAX_INTEGER = (1 << 31) - 1
@@ -27,10 +29,6 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _is_boolean(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 def _or_list_of(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
     def is_one_or_list(value: Any) -> bool:
         return accepts(value) or (isinstance(value, list) and all(map(accepts, value)))
@@ -46,46 +44,25 @@ def _is_decay(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
-
-
-GENERATION: Mapping[tuple[str, Callable[[Any], bool]], tuple[str, ...]] = {
-    ("true or false", _is_boolean): (
-        *("do_sample", "use_cache", "use_mtp", "renormalize_logits", "remove_invalid_values"),
-        *("token_healing", "output_attentions", "output_hidden_states", "output_scores"),
-        *("output_logits", "return_dict_in_generate", "is_assistant", "disable_compile"),
-        *("low_memory",),
-    ),
-    ("true, false or a text", lambda value: isinstance(value, bool | str)): ("early_stopping",),
-    ("an integer of 32 bits", _is_integer): (
-        *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "top_k"),
-        *("max_cache_len", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
-        *("num_return_sequences", "num_beam_groups", "prefill_chunk_size", "pad_token_id"),
-        *("forced_bos_token_id", "num_assistant_tokens", "prompt_lookup_num_tokens"),
-        *("max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind"),
-        *("target_lookbehind",),
-    ),
-    ("an integer of 32 bits, or a list of them", _or_list_of(_is_integer)): (
-        *("bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_eos_token_id"),
-    ),
-    ("a list of integers of 32 bits", _is_list_of_integers): (
-        *("suppress_tokens", "begin_suppress_tokens"),
-    ),
-    ("a finite number of 64 bits", _is_number): (
-        *("max_time", "temperature", "top_p", "min_p", "top_h", "typical_p", "length_penalty"),
-        *("epsilon_cutoff", "eta_cutoff", "repetition_penalty", "encoder_repetition_penalty"),
-        *("guidance_scale", "penalty_alpha", "diversity_penalty"),
-        *("assistant_confidence_threshold", "assistant_ensemble_weight"),
-    ),
-    ("a text", _is_text): (
-        *("cache_implementation", "num_assistant_tokens_schedule", "speculation_type"),
-    ),
-    ("a text, or a list of them", _or_list_of(_is_text)): ("stop_strings",),
-    ("a list of two numbers", _is_decay): ("exponential_decay_length_penalty",),
-    ("a list", _is_list): ("bad_words_ids", "force_words_ids", "constraints"),
+KINDS: Mapping[str, Callable[[Any], bool]] = {
+    "true or false": lambda value: isinstance(value, bool),
+    "true, false or a text": lambda value: isinstance(value, bool | str),
+    "an integer of 32 bits": _is_integer,
+    "an integer of 32 bits, or a list of them": _or_list_of(_is_integer),
+    "a list of integers of 32 bits": _is_list_of_integers,
+    "a finite number of 64 bits": _is_number,
+    "a text": _is_text,
+    "a text, or a list of them": _or_list_of(_is_text),
+    "a list of two numbers": _is_decay,
+    "a list": lambda value: isinstance(value, list),
 }
-"""Kinds of values that fields of generation_config.json have, and the fields; null is none."""
+
+OPTIONS: Mapping[str, Mapping[str, Any]] = json.loads(
+    Path(__file__).with_name("generation_options.json").read_text()
+)
+"""The options of generate() that are known. kind: of the value that generation_config.json may have
+for it; null is none. usual: its values that leave the rows of a batch apart, where others may
+couple them; without it, it concerns each row by itself, or all in the same way."""
 
 
 def misfit(content: Mapping[str, Any]) -> str:
@@ -93,8 +70,8 @@ def misfit(content: Mapping[str, Any]) -> str:
 
     generate() reads them one by one, and comes to whatever their values do there.
     """
-    for (noun, accepts), names in GENERATION.items():
-        for name in names:
-            if (value := content.get(name)) is not None and not accepts(value):
-                return f"{name}={value!r:.60}, which is not {noun}"
+    for name, option in OPTIONS.items():
+        kind, value = option.get("kind"), content.get(name)
+        if kind is not None and value is not None and not KINDS[kind](value):
+            return f"{name}={value!r:.60}, which is not {kind}"
     return ""
