@@ -43,6 +43,7 @@ from launcher.launch_job import launch as launch
 from launcher.launch_job import run_job as run_job
 from launcher.ports import listen as listen
 from launcher.ports import listener_at as listener_at
+from launcher.records.temporary_folder import temporary_folder as temporary_folder
 from launcher.registry import register as register
 from launcher.runtime.outliving import outlive_failures as outlive_failures
 from launcher.runtime.outliving import report_meeting as report_meeting

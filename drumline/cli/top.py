@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import select
-import shutil
 import sys
-import tempfile
 import termios
 import time
 import tty
@@ -242,18 +240,15 @@ def _dump(view: LaunchView) -> str:
 
 def _trace(view: LaunchView) -> str:
     """Record the calls of the next seconds; ranks that hang in one call record none."""
-    folder = tempfile.mkdtemp(prefix="drumline-top-")
     path = Path(f"drumline-{view.info.launch_id}.json")
-    try:
+    with launcher.temporary_folder("drumline-top-") as (folder, _):
         until = time.monotonic() + TRACE_S
         while time.monotonic() < until:
-            view.update(folder)
+            view.update(str(folder))
             time.sleep(LOOK_S)
         view.update()
         time.sleep(LOOK_S)  # for the ranks to close their files
-        num_events = launcher.merge_traces.merge(Path(folder), path)
-    finally:
-        shutil.rmtree(folder)
+        num_events = launcher.merge_traces.merge(folder, path)
     return f"wrote {path} with {num_events} events: drumline trace {path}"
 
 

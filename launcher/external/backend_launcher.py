@@ -27,6 +27,7 @@ from launcher.external.suspended import SuspendedProcesses
 from launcher.job import Job
 from launcher.launch_info import ENV_PREFIX, SETTINGS
 from launcher.records import json_values
+from launcher.records.temporary_folder import temporary_folder
 from launcher.runtime import output, rank_environment
 from launcher.system import descendants, linux, shadowing, stop_signals
 from launcher.system.held_forks import explained_limit
@@ -43,15 +44,17 @@ def run(backend: Any, job: Job) -> list[Any]:
     began_s, oom_kills = time.monotonic(), OomKills()
     if job.nnodes > 1 and not getattr(backend, "STARTS_ALL_NODES", False):
         job = node_rendezvous.meet(job)
-    with tempfile.TemporaryDirectory(prefix=f"drumline-launch-{os.getpid()}-") as folder:
-        job = replace(job, target=target.by_reference(job.target), results_dir=folder)
+    with temporary_folder("drumline-launch-") as (folder, holder_fd):
+        job = replace(job, target=target.by_reference(job.target), results_dir=str(folder))
         if job.log_dir:
-            _link_logs(job.log_dir, Path(folder))
+            _link_logs(job.log_dir, folder)
             job = replace(job, log_dir=None)
         try:
             with _torch_port(job) as port_variables:
                 environ = {**environment(backend, job), **port_variables}
-                code = _watch(folder, backend.command(job), environ, job.timeout_s, began_s)
+                code = _watch(
+                    folder, backend.command(job), environ, job.timeout_s, began_s, holder_fd
+                )
         except LaunchError as ended:
             ended.failures = _failures(_records(folder), began_s)
             if not _is_consequence(ended, job.timeout_s):
@@ -85,9 +88,9 @@ def _torch_port(job: Job) -> Iterator[dict[str, str]]:
         yield {rank_environment.TORCH_PORT: str(holder.getsockname()[1])}
 
 
-def _records(folder: str) -> dict[int, dict[str, Any]]:
+def _records(folder: Path) -> dict[int, dict[str, Any]]:
     """The record of its end that each rank of this machine has written, by rank."""
-    files = sorted(Path(folder).glob("[0-9]*.json"), key=lambda file: int(file.stem))
+    files = sorted(folder.glob("[0-9]*.json"), key=lambda file: int(file.stem))
     return {int(file.stem): json_values.loads(file.read_bytes()) for file in files}
 
 
@@ -166,21 +169,24 @@ def environment(backend: Any, job: Job) -> dict[str, str]:
 
 
 def _watch(
-    folder: str,
+    folder: Path,
     command: list[str],
     environ: dict[str, str],
     timeout_s: float | None,
     began_s: float,
+    holder_fd: int,
 ) -> int:
     """The exit code of the command. began_s: of the launch, from when timeout_s counts."""
     deadline = math.inf if timeout_s is None else began_s + timeout_s
-    reaper = [sys.executable, "-m", "launcher.external.reaper", str(os.getpid()), folder]
+    command = [sys.executable, "-m", "launcher.external.reaper", str(os.getpid()), *command]
     orphans, was_subreaper = descendants.Orphans(), linux.set_subreaper(True)
     # The reaper inherits the mask: it takes a signal once it has handlers, not in Python's start.
     stop_signals.block()
     try:
         with explained_limit():
-            process = subprocess.Popen([*reaper, *command], env=environ, start_new_session=True)
+            process = subprocess.Popen(
+                command, env=environ, start_new_session=True, pass_fds=[holder_fd]
+            )
     except OSError:
         stop_signals.unblock()
         raise
@@ -214,7 +220,7 @@ def _watch(
 
 
 def _wait(
-    process: subprocess.Popen[bytes], folder: str, deadline: float, suspended: SuspendedProcesses
+    process: subprocess.Popen[bytes], folder: Path, deadline: float, suspended: SuspendedProcesses
 ) -> int:
     """The reaper's exit status. It is asked to end what still runs a while after a failure.
 

@@ -1,19 +1,18 @@
 """Child reaper: run COMMAND, and leave no process of it behind.
 
-    python -m launcher.external.reaper PARENT FOLDER COMMAND...
+    python -m launcher.external.reaper PARENT COMMAND...
 
 A backend launcher must learn of our launcher's death, even by SIGKILL, to end its ranks; and a rank
 may ignore SIGTERM, or leave children in sessions of their own, of which no backend launcher knows.
 The reaper stands between the two. It is the subreaper of everything that descends from the backend
-launcher on this node, and ends it with the backend launcher; then it removes FOLDER if our launcher
-has died. Processes on other nodes are the backend launcher's own.
+launcher on this node, and ends it with the backend launcher. Processes on other nodes are the
+backend launcher's own.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from launcher.system.held_forks import explained_limit
 from launcher.system.stop_signals import STOP_SIGNALS
 
 
-def main(parent: str, folder: str, *command: str) -> int:
+def main(parent: str, *command: str) -> int:
     """The backend launcher's exit code. A signal is passed on to it; a second kills everything."""
     linux.set_process_name(descendants.SUPERVISOR_NAME)
     linux.set_subreaper(True)
@@ -46,8 +45,6 @@ def main(parent: str, folder: str, *command: str) -> int:
     code = _wait(backend)
     signal.setitimer(signal.ITIMER_REAL, 0)
     descendants.end_all(timings.TIMINGS.orphan_grace_s)
-    if os.getppid() != int(parent):
-        shutil.rmtree(folder, ignore_errors=True)
     return linux.shell_exit_code(code)
 
 

@@ -9,15 +9,14 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from launcher.errors import LaunchError
+from launcher.records.temporary_folder import temporary_folder
 from launcher.trace.recorder import clock, event, rank_name
 
 log = logging.getLogger("launcher")
@@ -34,22 +33,21 @@ def recordings_merged_into(out: Path, nnodes: int = 1) -> Iterator[Path]:
     end, unless the body has raised already; that is logged then.
     """
     out.open("a").close()
-    launcher = os.getpid()
-    prefix, parent = f"drumline-trace-{launcher}-", out.absolute().parent if nnodes > 1 else None
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-    start, has_failed = time.monotonic_ns(), True
-    try:
-        yield folder
-        has_failed = False
-    finally:
-        if os.getpid() == launcher:  # not in a forked rank that unwinds through here
-            duration = time.monotonic_ns() - start
-            launch = event("launch", "start", start, duration, LAUNCHER, 0, {})
-            _merge_launch(folder, out, launch, has_failed)
+    launcher, parent = os.getpid(), out.absolute().parent if nnodes > 1 else None
+    with temporary_folder("drumline-trace-", parent) as (folder, _):
+        start, has_failed = time.monotonic_ns(), True
+        try:
+            yield folder
+            has_failed = False
+        finally:
+            if os.getpid() == launcher:  # not in a forked rank that unwinds through here
+                duration = time.monotonic_ns() - start
+                launch = event("launch", "start", start, duration, LAUNCHER, 0, {})
+                _merge_launch(folder, out, launch, has_failed)
 
 
 def _merge_launch(folder: Path, out: Path, launch: dict[str, Any], has_failed: bool) -> None:
-    """Merge, and remove the folder in any case. A failure of the launch itself is not hidden."""
+    """Merge. A failure of the launch itself is not hidden."""
     try:
         merge(folder, out, [launch])
     except OSError as error:
@@ -57,8 +55,6 @@ def _merge_launch(folder: Path, out: Path, launch: dict[str, Any], has_failed: b
         if not has_failed:
             raise LaunchError(f"The ranks ended well, but {problem}") from error
         log.error("%s", problem)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def merge(folder: Path, out: Path, launch: Iterable[dict[str, Any]] = ()) -> int:

@@ -61,7 +61,7 @@ def test_a_rank_that_fails_shortly_before_the_deadline_is_the_cause_and_not_the_
     with subprocess.Popen(["sleep", "77"]) as process:
         suspended = SuspendedProcesses(process.pid)
         deadline = time.monotonic() + 0.1
-        status = backend_launcher._wait(process, str(tmp_path), deadline, suspended)
+        status = backend_launcher._wait(process, tmp_path, deadline, suspended)
     assert status == -signal.SIGTERM
 
 
