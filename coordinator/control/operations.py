@@ -10,66 +10,59 @@ from typing import Any
 BAD_REQUEST = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
 
 
+CALL_STATUS = (str, int, str, float)
+CALLS = {str: CALL_STATUS}  # by group
+
+
 class Op(StrEnum):
-    """An operation of the server, equal to its name in a request."""
+    """An operation of the server, equal to its name in a request.
+
+    arguments: what they must be. A tuple is a list of these; [kind] a list and {key: kind} a
+    dictionary of any length.
+    """
+
+    arguments: tuple[Any, ...]
+
+    def __new__(cls, name: str, *arguments: Any) -> Op:
+        op = str.__new__(cls, name)
+        op._value_, op.arguments = name, arguments
+        return op
 
     __hash__ = str.__hash__
     __str__ = str.__str__
 
-    SET = "set"
-    GET = "get"
-    WAIT = "wait"
-    ADD = "add"
-    SWAP = "swap"
-    DELETE = "delete"
-    COUNT = "count"
-    RENDEZVOUS = "rendezvous"
-    NUMBER = "number"
-    ARRIVED = "arrived"
-    HEARTBEAT = "heartbeat"
-    REPORT = "report"
-    REPORTS = "reports"
-    UNWELL = "unwell"
-    PROCESSES = "processes"
-    LOOK = "look"
-    SHOW = "show"
-    LEAVE = "leave"
+    SET = "set", str, bytes
+    GET = "get", str
+    WAIT = "wait", [str]
+    ADD = "add", str, int
+    SWAP = "swap", str, bytes, bytes
+    DELETE = "delete", str
+    COUNT = "count", str
+    RENDEZVOUS = "rendezvous", str, int, int, bytes, str
+    NUMBER = "number", str, int, int, bytes
+    ARRIVED = "arrived", str
+    HEARTBEAT = "heartbeat", int, [str], {int: (float, bool, dict)}  # CALLS, if somebody asks
+    REPORT = "report", str, bytes
+    REPORTS = "reports", [int]
+    UNWELL = "unwell", str, str, int
+    PROCESSES = "processes", [int]
+    LOOK = "look", float
+    SHOW = "show", {int: bytes}
+    LEAVE = ("leave",)
 
 
 LOCAL_OPS = frozenset(Op) - {Op.WAIT, Op.RENDEZVOUS, Op.NUMBER, Op.LEAVE}  # answered at once
 
-CALL_STATUS = (str, int, str, float)
-CALLS = {str: CALL_STATUS}  # by group
-# A tuple is a list of these; [kind] a list and {key: kind} a dictionary of any length.
-ARGUMENTS: dict[str, Any] = {
-    Op.SET: (str, bytes),
-    Op.GET: (str,),
-    Op.WAIT: ([str],),
-    Op.ADD: (str, int),
-    Op.SWAP: (str, bytes, bytes),
-    Op.DELETE: (str,),
-    Op.COUNT: (str,),
-    Op.RENDEZVOUS: (str, int, int, bytes, str),
-    Op.NUMBER: (str, int, int, bytes),
-    Op.ARRIVED: (str,),
-    Op.HEARTBEAT: (int, [str], {int: (float, bool, dict)}),  # dict: CALLS, if somebody asks
-    Op.REPORT: (str, bytes),
-    Op.REPORTS: ([int],),
-    Op.UNWELL: (str, str, int),
-    Op.PROCESSES: ([int],),
-    Op.LOOK: (float,),
-    Op.SHOW: ({int: bytes},),
-}
-
 
 def check_arguments(op: str, arguments: Sequence[Any]) -> None:
     """Raise one of BAD_REQUEST if they are not what the operation takes."""
-    if not matches(arguments, ARGUMENTS[op]):
-        raise TypeError(f"its arguments must be {ARGUMENTS[op]}")
+    kinds = Op(op).arguments
+    if not matches(arguments, kinds):
+        raise TypeError(f"its arguments must be {kinds}")
 
 
 def matches(value: Any, kind: Any) -> bool:
-    """True if the value is of a kind, as in ARGUMENTS."""
+    """True if the value is of a kind, as in the arguments of an Op."""
     if isinstance(kind, tuple):
         is_list = isinstance(value, list | tuple) and len(value) == len(kind)
         return is_list and all(map(matches, value, kind))
