@@ -48,6 +48,14 @@ class Pace:
             self._part = min(self._part + 0.1, 1)
 
 
+def part_of_step(num_left: int, num_prompts: int, num_behind: int) -> int:
+    """The tokens for a prompt that takes several steps, of those that this step has left: half for
+    the first of the prompts, so that it ends soon, and for a later one as many as for the others
+    behind it."""
+    is_first = num_behind == num_prompts - 1
+    return max(num_left // (2 if is_first else num_behind + 1), 1)
+
+
 @functools.cache
 def scheduler_class(scheduler_type: str) -> type[Any]:
     """transformers' scheduler of this name, which a long prompt holds up less, and a cancelled
@@ -76,11 +84,11 @@ def scheduler_class(scheduler_type: str) -> type[Any]:
             return scheduled
 
         def _schedule_request(self, state: Any, tokens: list[int], most: int, *args: Any) -> None:
-            """Let a prompt that takes several steps leave half of this one to those behind it."""
+            """Let a prompt that takes several steps leave a part of this one to those behind it."""
             if state.remaining_prefill_tokens:
                 self.num_behind -= 1
                 if self.num_behind > 0 and len(tokens) > self.step_tokens:
-                    most = max(most // 2, 1)
+                    most = part_of_step(most, self.num_prompts, self.num_behind)
             super()._schedule_request(state, tokens, most, *args)
 
         @property

@@ -7,7 +7,12 @@ import threading
 import pytest
 import torch
 
-from drumline.contact.batching.paced_scheduler import LEAST_BESIDE, TOKENS_BESIDE_EACH, Pace
+from drumline.contact.batching.paced_scheduler import (
+    LEAST_BESIDE,
+    TOKENS_BESIDE_EACH,
+    Pace,
+    part_of_step,
+)
 from drumline.pipeline.paged_generation import BatchedRanks
 from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import CHUNK_TOKENS, PAGE_SIZE, BatchScheduler, ServingLimits
@@ -308,3 +313,14 @@ def test_prompts_have_fewer_tokens_of_a_step_that_takes_too_long_for_others():
     for _ in range(9):
         pace.note(1, 1.0)
     assert pace.tokens(3, 1) >= LEAST_BESIDE
+
+
+def test_a_short_prompt_has_its_part_of_a_step_behind_many_long_ones():
+    """Each long one left half to those behind it: of 512 tokens the ninth prompt had one."""
+    num_left = 512
+    parts = [part_of_step(num_left, 9, 8)]
+    for num_behind in range(7, 0, -1):
+        num_left -= parts[-1]
+        parts.append(part_of_step(num_left, 9, num_behind))
+    assert parts == [256, *[32] * 7] and num_left - parts[-1] == 32
+    assert part_of_step(1, 3, 2) == 1
