@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from coordinator import Peer, RankFailure
-from drumline.core.device_map import DeviceMap, Place
+from drumline.core.device_map import DeviceMap
 from drumline.serving.scheduler import Scheduler
 
 SAMPLE_S, NUM_SAMPLES = 1.0, 180
@@ -53,16 +53,12 @@ class StatusReport:
 
     def to_json(self) -> str:
         """The description, for the page's script."""
-        samples = list(self._samples)
         return json.dumps(
             {
                 "uptime_s": round(time.monotonic() - self._began_s, 1),
-                "places": self._places(),
+                "device_map": self.device_map and json.loads(self.device_map.to_json()),
                 "ranks": [self._rank(peer) for peer in self.peers],
-                "load": {
-                    name: [sample[name] for sample in samples]
-                    for name in ("tokens_per_s", "num_running", "num_waiting")
-                },
+                "samples": list(self._samples),
                 "latency": self._percentiles(),
                 "requests": [
                     {
@@ -75,24 +71,6 @@ class StatusReport:
                 ],
             }
         )
-
-    def _places(self) -> list[dict[str, Any]]:
-        """Each device with its modules, in the order in which they run."""
-        if self.device_map is None:
-            return []
-        used = dict.fromkeys([*self.device_map.places.values(), *self.device_map.free_nbytes])
-        return [self._place(self.device_map, place) for place in sorted(used)]
-
-    def _place(self, device_map: DeviceMap, place: Place) -> dict[str, Any]:
-        rank, device = place
-        names = [name for name, where in device_map.places.items() if where == place]
-        return {
-            "rank": rank,
-            "device": device,
-            "modules": [{"name": name, "nbytes": device_map.nbytes[name]} for name in names],
-            "used_nbytes": device_map.used(place),
-            "free_nbytes": device_map.free_nbytes.get(place, 0),
-        }
 
     def _rank(self, peer: Peer) -> dict[str, Any]:
         failed = [failure for failure in self.failures if failure.rank == peer.rank]

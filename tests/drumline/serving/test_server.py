@@ -663,11 +663,11 @@ def test_a_report_has_the_device_map_the_ranks_and_the_load(plain, server, compl
             break
     assert [rank["pid"] for rank in report["ranks"]] == [rank.pid for rank in server[0]]
     assert {rank["state"] for rank in report["ranks"]} == {"alive"}
-    names = [module["name"] for place in report["places"] for module in place["modules"]]
+    modules, free = report["device_map"]
     num_layers = plain[0].config.num_hidden_layers
-    assert {f"model.layers.{index}" for index in range(num_layers)} <= set(names)
-    assert [place["rank"] for place in report["places"]] == [0, 1]
-    assert len(report["load"]["tokens_per_s"]) == len(report["load"]["num_waiting"])
+    assert {f"model.layers.{index}" for index in range(num_layers)} <= {row[0] for row in modules}
+    assert {rank for _, rank, _, _ in modules} == {rank for rank, _, _ in free} == {0, 1}
+    assert all({"tokens_per_s", "num_waiting"} <= sample.keys() for sample in report["samples"])
     assert report["latency"]["request_s"]["p50"] >= report["latency"]["first_token_s"]["p50"] > 0
 
 
