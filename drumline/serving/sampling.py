@@ -10,9 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
+
+from drumline.serving.grammar import JsonGrammar
 
 MIN_TEMPERATURE = torch.finfo(torch.float32).tiny  # below, a division by it overflows
 
@@ -54,16 +56,6 @@ class SamplingParams:
     scores_prompt: bool = False
 
 
-class Grammar(Protocol):
-    """A constraint on the tokens of one sequence."""
-
-    def mask(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits, -inf for each token that may not come next."""
-
-    def advance(self, token: int) -> None:
-        """Take the next token."""
-
-
 class TokenLogprob(NamedTuple):
     """The log-probability of a token, and those of the most likely ones in its place."""
 
@@ -93,7 +85,7 @@ class TokenSampler:
         params: SamplingParams,
         prompt: Sequence[int] = (),
         end_tokens: Iterable[int] = (),
-        grammar: Grammar | None = None,
+        grammar: JsonGrammar | None = None,
     ) -> None:
         self.params, self.grammar = params, grammar
         self.counts: Counter[int] = Counter()

@@ -26,8 +26,9 @@ import torch
 from drumline.contact.caches import is_cache
 from drumline.errors import DrumlineError, PeerLost, PlanError
 from drumline.pipeline.paged_generation import tried_manager
+from drumline.serving.grammar import JsonGrammar
 from drumline.serving.one_by_one import OneByOne
-from drumline.serving.sampling import Grammar, SamplingParams, TokenLogprob, TokenSampler
+from drumline.serving.sampling import SamplingParams, TokenLogprob, TokenSampler
 
 log = logging.getLogger("drumline")
 
@@ -84,7 +85,7 @@ class Generation:
         on_token: Callable[[int], bool],
         on_end: Callable[[str | Exception], None],
         end_tokens: Iterable[int] = (),
-        grammar: Grammar | None = None,
+        grammar: JsonGrammar | None = None,
     ) -> None:
         self.prompt, self.params = prompt, params
         self.end_tokens = params.stop_tokens | (set() if params.ignore_eos else set(end_tokens))

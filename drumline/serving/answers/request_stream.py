@@ -22,7 +22,8 @@ from drumline.errors import PeerLost
 from drumline.serving import protocol
 from drumline.serving.answers.detokenize import IncrementalDetokenizer
 from drumline.serving.answers.message_parser import Delta, PlainText
-from drumline.serving.sampling import Grammar, SamplingParams, TokenLogprob
+from drumline.serving.grammar import JsonGrammar
+from drumline.serving.sampling import SamplingParams, TokenLogprob
 from drumline.serving.scheduler import Generation, RequestTooLarge, ServerBusy, ServerStopping
 
 
@@ -67,7 +68,7 @@ class Choice:
         prompt: list[int],
         params: SamplingParams,
         end_tokens: set[int],
-        grammar: Grammar | None,
+        grammar: JsonGrammar | None,
         parser: PlainText,
     ) -> None:
         self._stream, self._index, self._prompt = stream, len(stream.choices), prompt

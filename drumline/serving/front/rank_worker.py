@@ -22,8 +22,8 @@ from drumline.planner.memory import sizes_of_ranks
 from drumline.serving import http_server
 from drumline.serving.front.json_lines import hang_up, messages, to_line
 from drumline.serving.front.remote_scheduler import Message
-from drumline.serving.grammar import GrammarCompiler
-from drumline.serving.sampling import Grammar, SamplingParams
+from drumline.serving.grammar import GrammarCompiler, JsonGrammar
+from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import (
     PAGE_SIZE,
     BatchScheduler,
@@ -170,7 +170,7 @@ class RankWorker:
 
         params["stop_tokens"] = frozenset(params["stop_tokens"])
         params["logit_bias"] = tuple((token, bias) for token, bias in params["logit_bias"])
-        grammar: Grammar | None = None if schema is None else self._grammars.json(schema)
+        grammar: JsonGrammar | None = None if schema is None else self._grammars.json(schema)
         item = Generation(
             prompt, SamplingParams(**params), on_token, on_end, self._scheduler.end_tokens, grammar
         )
