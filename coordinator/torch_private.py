@@ -107,8 +107,9 @@ move_method = "_apply"
 
 # torch.compile.
 
-compile_mark = "_initialize_hook"
-"""The attribute that torch.compile(model) asks for first."""
+compile_marks = "_initialize_hook", "_infer_parameters"
+"""The attributes that torch.compile(model) reads: the first at once, except in torch 2.14, which
+only looks whether the class has it, and reads the second in the first call."""
 
 
 def is_compiled(function: Any) -> bool:

@@ -145,14 +145,19 @@ def _refusing(name: str, verb: str, remedy: str) -> Callable[..., Any]:
     return method
 
 
-def _refuse_to_compile(self: UnsupportedMixin) -> Any:
-    """torch.compile(model) asks for it (OptimizedModule in torch/_dynamo/eval_frame.py), and
-    tracing would end in an error after minutes."""
-    self._refuse("compiled", NOT_COMPILED)
-    raise AttributeError(torch_private.compile_mark)
+def _refusing_to_compile(mark: str) -> property:
+    """torch.compile(model) reads it (OptimizedModule in torch/_dynamo/eval_frame.py), and tracing
+    would end in an error after minutes."""
+
+    def read(self: UnsupportedMixin) -> Any:
+        self._refuse("compiled", NOT_COMPILED)
+        raise AttributeError(mark)
+
+    return property(read)
 
 
-setattr(UnsupportedMixin, torch_private.compile_mark, property(_refuse_to_compile))
+for _mark in torch_private.compile_marks:
+    setattr(UnsupportedMixin, _mark, _refusing_to_compile(_mark))
 
 for _name, _why in REFUSED_METHODS.items():
     setattr(UnsupportedMixin, _name, _refusing(_name, *_why))

@@ -45,7 +45,7 @@ REFUSED = {
     "attention": (lambda model: model.set_attn_implementation("eager"), "attn_implementation="),
     "attention in the config": (lambda model: attend(model), "attn_implementation="),
     "compile": (lambda model: model.compile(), "leave its forward"),
-    "torch.compile": (lambda model: torch.compile(model), "leave its forward"),
+    "torch.compile": (lambda model: torch.compile(model)(IDS), "leave its forward"),
     "compiled forward": (lambda model: compile_forward(model), "leave its forward"),
     "autocast": (lambda model: autocast(model), "dtype="),
     "copy": (lambda model: copy.deepcopy(model), "several threads"),
