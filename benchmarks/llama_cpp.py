@@ -53,7 +53,7 @@ def write_gguf(model: LlamaForCausalLM, path: str) -> None:
         kind = None if is_plain else gguf.GGMLQuantizationType.BF16
         stored = names.get_name(name, try_suffixes=(".weight",))
         writer.add_tensor(stored, data.numpy(), raw_dtype=kind)
-    _write(writer)
+    write(writer)
 
 
 def write_float_gguf(source: Path, path: Path) -> None:
@@ -69,10 +69,10 @@ def write_float_gguf(source: Path, path: Path) -> None:
             writer.add_key_value(name, kept.contents(), kept.types[0], sub_type=kept.types[-1])
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type))
-    _write(writer)
+    write(writer)
 
 
-def _write(writer: Any) -> None:
+def write(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -5,9 +5,10 @@ import asyncio
 import json
 import sys
 
+import numpy as np
 import pytest
 
-from benchmarks import serve
+from benchmarks import llama_cpp, serve
 
 CHUNKS = [
     {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
@@ -51,3 +52,22 @@ def test_a_server_that_does_not_start_is_told_of_with_what_it_printed():
     told = pytest.raises(SystemExit, match=r"(?s)peer does not answer: .*no such package")
     with told, serve._running("peer", command, "a folder", "m", {}):
         pass
+
+
+def test_a_file_of_llama_cpp_keeps_all_but_the_kind_of_its_weights(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    weights = np.random.default_rng(0).standard_normal((4, 64), dtype=np.float32)
+    few_bits = gguf.quantize(weights, gguf.GGMLQuantizationType.Q8_0)
+    writer = gguf.GGUFWriter(tmp_path / "few_bits.gguf", "llama")
+    writer.add_block_count(3)
+    writer.add_file_type(7)
+    writer.add_token_list(["a", "b"])
+    writer.add_tensor("output.weight", few_bits, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    llama_cpp.write(writer)
+    llama_cpp.write_float_gguf(tmp_path / "few_bits.gguf", tmp_path / "float.gguf")
+    written = gguf.GGUFReader(tmp_path / "float.gguf")
+    kept = {name: known.contents() for name, known in written.fields.items()}
+    assert kept["llama.block_count"] == 3 and kept["tokenizer.ggml.tokens"] == ["a", "b"]
+    (tensor,) = written.tensors
+    assert "general.file_type" not in kept and tensor.data.dtype == np.float32
+    assert np.array_equal(tensor.data, gguf.dequantize(few_bits, gguf.GGMLQuantizationType.Q8_0))
