@@ -112,8 +112,8 @@ def new_model(folder: str, options: Namespace) -> int:
         hidden_size=options.hidden,
         intermediate_size=options.hidden * 8 // 3 // 32 * 32,
         num_hidden_layers=options.layers,
-        num_attention_heads=8,
-        num_key_value_heads=8,
+        num_attention_heads=max(options.hidden // 128, 2),
+        num_key_value_heads=max(options.hidden // 128, 2),
         dtype=options.dtype,
     )
     torch.manual_seed(0)

@@ -1,9 +1,9 @@
 """One message between neighbours of the ring is one frame of bytes, header and tensors together.
 
 A frame's length has to be known before it arrives. Both ends derive the length of the next frame
-from the last message on the same channel, so the tokens of a generation, which all have one form,
-take one frame each; a larger message sends its header ahead, which has the length. Frames are
-short, as the first token after a long prompt has one of that length, most of it for nothing.
+from the shorter of the last two messages on the same channel, so the tokens of a generation, which
+all have one form, take one frame each, the first one after a long prompt too; a larger message
+sends its header ahead, which has the length.
 Tensors on a GPU follow the frame from device to device, where there is a DeviceLink.
 """
 
@@ -38,9 +38,6 @@ class MessageKind(enum.IntEnum):
     ERROR = 1
     LEAVE = 2
     MARK = 3  # passed on unchanged; when it has come round, so has all that was sent before it
-
-
-MESSAGE_KINDS = tuple(MessageKind)
 
 
 @dataclass
@@ -179,9 +176,9 @@ class HeaderCache:
         rest = layout.spec_bytes + ints + text + note
         start = HEADER.size + len(rest)
         start += -start % ALIGNMENT
-        sizes = (len(layout.spec_bytes), len(message.ints), len(text), len(note))
-        numbers = (start + layout.nbytes, message.kind, wide, *sizes, message.program)
-        return cls(HEADER.pack(*numbers) + rest, layout, start)
+        numbers = (len(layout.spec_bytes), len(message.ints), len(text), len(note), message.program)
+        head = HEADER.pack(start + layout.nbytes, message.kind, wide, *numbers)
+        return cls(head + rest, layout, start)
 
 
 OnPredicted = Callable[[Message], None]
@@ -193,7 +190,7 @@ class MessageChannel:
 
     def __init__(self, comm: Any, peer: int, link: DeviceLink | None = None):
         self.comm, self.peer, self.link = comm, peer, link
-        self.frame_nbytes = MIN_FRAME_NBYTES
+        self.frame_nbytes, self._last_nbytes = MIN_FRAME_NBYTES, MAX_FRAME_NBYTES
         self.num_messages = self.num_frames = self.num_bytes = 0
         self._layouts: dict[Any, TensorLayout] = {}
         self._frame = torch.empty(0, dtype=torch.uint8)
@@ -201,7 +198,7 @@ class MessageChannel:
         self._header: HeaderCache | None = None
         self._expected_next: tuple[HeaderCache, Message] | None = None
 
-    # Both ends keep frame_nbytes: the length of the next frame follows from the last message. So a
+    # Both ends keep frame_nbytes: the length of the next frame follows from the last two. So a
     # receiver knows how many bytes to ask for, and a longer message needs one more frame.
     def send(self, message: Message) -> None:
         """Returns once the message has been copied, so that its tensors may change.
@@ -212,20 +209,27 @@ class MessageChannel:
         in_frame, on_device = message.tensors, None
         if header.layout.device_forms:
             in_frame, on_device = header.layout.split(message.tensors)
-        nbytes = header.nbytes
-        frame = self._send_buffer(max(nbytes, self.frame_nbytes))
+        sent_nbytes = max(header.nbytes, self.frame_nbytes)
+        frame = self._send_buffer(sent_nbytes)
         ctypes.memmove(frame.data_ptr(), header.head, len(header.head))
         header.layout.write(frame, header.start, in_frame)
         first = frame if frame.numel() == self.frame_nbytes else frame[: self.frame_nbytes]
         self.comm.send(first, self.peer)
-        if nbytes > self.frame_nbytes:
-            self.comm.send(frame[self.frame_nbytes : nbytes], self.peer)
+        if sent_nbytes > self.frame_nbytes:
+            self.comm.send(frame[self.frame_nbytes : sent_nbytes], self.peer)
         if self.link is not None and on_device:  # after the frame, by which the peer knows of them
             self.link.send(on_device)
         self.num_messages += 1
-        self.num_frames += 1 + (nbytes > self.frame_nbytes)
-        self.num_bytes += max(nbytes, self.frame_nbytes)
-        self.frame_nbytes = _next_frame_nbytes(nbytes)
+        self.num_frames += 1 + (sent_nbytes > self.frame_nbytes)
+        self.num_bytes += sent_nbytes
+        self._expect_next(header.nbytes)
+
+    def _expect_next(self, nbytes: int) -> None:
+        """A little more than these messages, since a padded batch's mask grows with each token."""
+        shorter = min(nbytes, self._last_nbytes)
+        self._last_nbytes = nbytes
+        padded = shorter + shorter // 8 | FRAME_STEP_NBYTES - 1  # the last byte of a step
+        self.frame_nbytes = min(max(padded + 1, MIN_FRAME_NBYTES), MAX_FRAME_NBYTES)
 
     def _header_for(self, message: Message) -> HeaderCache:
         link = self.link
@@ -235,9 +239,9 @@ class MessageChannel:
                 for t in message.tensors
             ]
         )
-        rest = (message.kind, message.program, message.ints, message.text, message.note)
-        if self._header is None or self._sent != (specs, *rest):
-            self._sent = (specs, *rest)
+        sent = (specs, message.kind, message.program, message.ints, message.text, message.note)
+        if self._header is None or self._sent != sent:
+            self._sent = sent
             self._header = HeaderCache.of(message, self._layout(specs, TensorLayout))
         return self._header
 
@@ -275,7 +279,7 @@ class MessageChannel:
         first = frame if room == num_received else frame[:num_received]
         self.comm.recv(first, self.peer)
         nbytes = int.from_bytes(data[:8], "little")
-        self.frame_nbytes = _next_frame_nbytes(nbytes)
+        self._expect_next(nbytes)
         if nbytes > room:
             frame = torch.empty(nbytes, dtype=torch.uint8)
             frame[:num_received] = first
@@ -306,7 +310,7 @@ class MessageChannel:
         layout = self._layout(bytes(data[HEADER.size : ints_at]), TensorLayout.read)
         ints = list(struct.unpack_from(f"<{num_ints}{'q' if wide else 'i'}", data, ints_at))
         text, note = bytes(data[text_at:note_at]).decode(), bytes(data[note_at:end]).decode()
-        message = Message(MESSAGE_KINDS[kind], program, ints, [], text, note)
+        message = Message(MessageKind(kind), program, ints, [], text, note)
         header = HeaderCache(bytes(data[:end]), layout, nbytes - layout.nbytes)
         self._expected_next = header, message
         tensors = layout.views(frame, header.start)
@@ -314,10 +318,3 @@ class MessageChannel:
             assert self.link is not None, "the sender has one, so this rank has too"
             tensors = layout.join(tensors, self.link.receive(layout.device_forms))
         return replace(message, tensors=tensors)
-
-
-def _next_frame_nbytes(nbytes: int) -> int:
-    """A little more than the last message, since a padded batch's mask grows with each token."""
-    nbytes_next = nbytes + nbytes // 8
-    nbytes_next += -nbytes_next % FRAME_STEP_NBYTES
-    return min(max(nbytes_next, MIN_FRAME_NBYTES), MAX_FRAME_NBYTES)
