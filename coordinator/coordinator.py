@@ -36,6 +36,7 @@ from coordinator.timings import DEFAULT, CoordinatorTimings
 from coordinator.transport.connections import PeerConnector
 from coordinator.transport.group import NOTHING, Exchange, Group, unpack_parts
 from coordinator.transport.joining import join_group
+from coordinator.transport.rendezvous import Rendezvous
 from launcher import noop
 
 if TYPE_CHECKING:
@@ -231,7 +232,8 @@ class Coordinator(Collectives, SharedState):
     ) -> tuple[Peer, ...]:
         assert self._session is not None
         try:
-            self._group = join_group(key, self._session, me, self.ranks, parent, call, check)
+            rendezvous = Rendezvous(key, self._session, self.ranks, parent, call, check)
+            self._group = join_group(rendezvous, me)
         except BaseException as error:
             self._broken = CoordinatorError(f"{self._me} could not join: {error}")
             self.close()

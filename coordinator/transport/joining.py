@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import coordinator._node_shm as _node_shm
@@ -13,7 +13,6 @@ from coordinator.binomial_tree import children_of, parent_of
 from coordinator.call_site import PendingCall
 from coordinator.control.framing import pack, pack_for_many, unpack, unpack_answer
 from coordinator.control.heartbeat import Neighbour
-from coordinator.control.session import Session
 from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
 from coordinator.failure.detector import FailureDetector
 from coordinator.peers import Peer, group_by_node
@@ -38,21 +37,9 @@ CONNECT_SHARE = 0.8  # of the time to join, for connections: the rest is to hear
 log = logging.getLogger("coordinator")
 
 
-def join_group(
-    key: str,
-    session: Session,
-    me: Peer,
-    members: Sequence[int],
-    parent: FailureDetector | None,
-    pending: PendingCall,
-    check: Callable[[], None],
-) -> Group:
-    """Meet the members (ranks of the launch), and connect to them. Collective.
-
-    parent: of a group that has all of them, if there is one. pending: the call of this. check: as
-    in Coordinator.split.
-    """
-    joining = _Joining(key, session, members, parent, pending, check)
+def join_group(rendezvous: Rendezvous, me: Peer) -> Group:
+    """Meet the other members of a group that is being made, and connect to them. Collective."""
+    joining = _Joining(rendezvous)
     try:
         return joining.join(me)
     except BaseException:
@@ -68,20 +55,12 @@ class _Joining:
     tell each of them.
     """
 
-    def __init__(
-        self,
-        key: str,
-        session: Session,
-        members: Sequence[int],
-        parent: FailureDetector | None,
-        pending: PendingCall,
-        check: Callable[[], None],
-    ) -> None:
-        self.key, self.session, self.pending = key, session, pending
-        self.rank = members.index(session.info.rank)
-        self.size = len(members)
-        self.is_launch = parent is None  # and no part of one
-        self.rendezvous = Rendezvous(key, session, members, parent, pending, check)
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self.rendezvous, self.key = rendezvous, rendezvous.key
+        self.session, self.pending = rendezvous.session, rendezvous.pending
+        self.rank = rendezvous.members.index(self.session.info.rank)
+        self.size = len(rendezvous.members)
+        self.is_launch = rendezvous.parent is None  # and no part of one
         self.peers: dict[int, Peer] = {}  # by place
         self.shm_domain: list[int] = []
         self.detector: FailureDetector | None = None

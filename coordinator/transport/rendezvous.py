@@ -31,7 +31,7 @@ class Rendezvous:
     """Exchanges of data among the members of one group that is being made.
 
     members: ranks of the launch, by their place in the group. parent: of a group that has all of
-    them, if there is one.
+    them, if there is one. pending: the call that makes it. check: as in Coordinator.split.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class Rendezvous:
         pending: PendingCall,
         check: Callable[[], None] = noop,
     ) -> None:
-        self._key, self._session, self._members = key, session, members
+        self.key, self.session, self.members = key, session, members
         self._check_more = check
-        self._parent, self._pending = parent, pending
+        self.parent, self.pending = parent, pending
         self._timings = session.timings
         self._rank = session.info.rank
         self._refresh_at = time.monotonic() + self._timings.departed_s
@@ -60,22 +60,22 @@ class Rendezvous:
 
         Of nothing nobody hears, and of those with another scope. Collective.
         """
-        among = range(len(self._members)) if places is None else places
+        among = range(len(self.members)) if places is None else places
         packets = self._ask(Op.RENDEZVOUS, name, among, data, scope)
         return {among[index]: data for index, data in packets.items()}
 
     def number_nodes(self, data: bytes) -> tuple[int, int, dict[int, bytes]]:
         """As RendezvousTable.number. Collective; the first rank of each node gives data."""
-        index, size, nodes = self._ask(Op.NUMBER, "nodes", range(len(self._members)), data)
+        index, size, nodes = self._ask(Op.NUMBER, "nodes", range(len(self.members)), data)
         return index, size, nodes
 
     def _ask(self, op: Op, name: str, among: Sequence[int], *arguments: Any) -> Any:
-        key, self._among, self._arrived = f"{self._key}/{name}", among, None
-        place = among.index(self._members.index(self._rank))
+        key, self._among, self._arrived = f"{self.key}/{name}", among, None
+        place = among.index(self.members.index(self._rank))
         try:
-            return self._session.ask(
+            return self.session.ask(
                 op, key, place, len(among), *arguments,
-                timeout_s=self._pending.left_s, idle=lambda: self._check(key),
+                timeout_s=self.pending.left_s, idle=lambda: self._check(key),
             )  # fmt: skip
         except ServerLost as error:
             raise self._without_server() from error
@@ -85,77 +85,75 @@ class Rendezvous:
     def _check(self, key: str) -> None:
         """Raise if a member will not come; ask who has, before it is too late to ask."""
         self.check_lost()
-        if self._parent is None:
+        if self.parent is None:
             self._notice.log_if_due(lambda: self._describe_missing(key))
-        left_s, patience_s = self._pending.left_s, self._pending.timeout_s / 4
+        left_s, patience_s = self.pending.left_s, self.pending.timeout_s / 4
         if self._arrived is None and left_s < min(self._timings.answer_s, patience_s):
             self._arrived = self._ask_arrived(key, left_s)
 
     def _describe_missing(self, key: str) -> str:
         """The ranks of the launch that have not joined, where they should, and those that have."""
-        info, arrived = self._session.info, self._ask_arrived(key, self._timings.last_answer_s)
+        info, arrived = self.session.info, self._ask_arrived(key, self._timings.last_answer_s)
         if arrived is None:
-            return f"rank 0: {self._session.describe_silence()}"
-        ranks = [self._members[place] for place in self._among]
+            return f"rank 0: {self.session.describe_silence()}"
+        ranks = [self.members[place] for place in self._among]
         seen = sorted(ranks[index] for index in arrived)
-        missing, where = sorted({*ranks} - {*seen}), self._session.client.server_address
+        missing, where = sorted({*ranks} - {*seen}), self.session.client.server_address
         return f"ranks {missing} of {info.world_size} at {where}; ranks seen: {seen}"
 
     def check_lost(self) -> None:
         """Raise if a member is dead or has left, or what the caller knows besides."""
         self._check_more()
-        if self._parent is not None:
-            self._parent.check_members(self._members, self._pending)
+        if self.parent is not None:
+            self.parent.check_members(self.members, self.pending)
         if time.monotonic() > self._refresh_at:
-            limit_s = min(self._timings.answer_s, self._pending.left_s)
-            self._session.heartbeat.refresh(limit_s, self._key)
+            limit_s = min(self._timings.answer_s, self.pending.left_s)
+            self.session.heartbeat.refresh(limit_s, self.key)
             self._refresh_at = time.monotonic() + self._timings.departed_s
         self._check_withdrawn()
         # The first to be lost comes first: others may have been ended because of it.
-        lost = [rank for rank in self._session.heartbeat.lost if rank in self._members]
-        if lost and self._parent is None:
+        lost = [rank for rank in self.session.heartbeat.lost if rank in self.members]
+        if lost and self.parent is None:
             failures = self._failures(lost)
             names = " and ".join(map(str, failures))
             raise PeerLost(
-                f"rank {self._rank} was in {self._pending.call} when {names} "
+                f"rank {self._rank} was in {self.pending.call} when {names} "
                 "exited, or lost the connection to rank 0, before all of launch "
-                f"{self._session.info.launch_id} had joined. Look at what was printed there last.",
+                f"{self.session.info.launch_id} had joined. Look at what was printed there last.",
                 failures,
             )
 
     def _check_withdrawn(self) -> None:
         """Raise if another member has given up already."""
-        data = self._session.heartbeat.group_failures.get(self._key)
+        data = self.session.heartbeat.group_failures.get(self.key)
         if data is None:
             return
-        text = GroupFailure.unpack(data).describe_to(self._rank, self._pending)
+        text = GroupFailure.unpack(data).describe_to(self._rank, self.pending)
         raise CoordinatorTimeout(f"{text}{SAME_GROUP}")
 
     def _withdraw(self, text: str, missing: Sequence[int]) -> None:
         """Publish that this rank waits no more, for those who come later."""
-        call = str(self._pending.call)
+        call = str(self.pending.call)
         failure = GroupFailure.of(CoordinatorTimeout, self._rank, call, text, missing)
-        self._session.report(self._key, failure.pack())
+        self.session.report(self.key, failure.pack())
 
     def _failures(self, ranks: Sequence[int]) -> list[RankFailure]:
         """Lost ranks of the launch, named with their processes if rank 0 can tell these."""
         try:
-            processes = self._session.ask(
-                Op.PROCESSES, ranks, timeout_s=self._timings.last_answer_s
-            )
+            processes = self.session.ask(Op.PROCESSES, ranks, timeout_s=self._timings.last_answer_s)
             texts = [f"rank {rank} ({name})" for rank, name in zip(ranks, processes, strict=True)]
         except NO_ANSWER:
             texts = [f"rank {rank}" for rank in ranks]
         return [
             RankFailure(
-                self._members.index(rank), Peer.unseen(rank), FailureReason.EXITED, text=text
+                self.members.index(rank), Peer.unseen(rank), FailureReason.EXITED, text=text
             )
             for rank, text in zip(ranks, texts, strict=True)
         ]
 
     def _ask_arrived(self, key: str, timeout_s: float) -> list[int] | None:
         try:
-            return list(self._session.ask(Op.ARRIVED, key, timeout_s=timeout_s))
+            return list(self.session.ask(Op.ARRIVED, key, timeout_s=timeout_s))
         except NO_ANSWER:
             return None
 
@@ -163,31 +161,31 @@ class Rendezvous:
         """The error when rank 0 is gone. A process that ends closes its connections first; which
         rank it was shows a little later."""
         until = time.monotonic() + self._timings.exit_s
-        while self._parent is not None and time.monotonic() < until:
+        while self.parent is not None and time.monotonic() < until:
             try:
-                self._parent.check_members(self._members, self._pending)
+                self.parent.check_members(self.members, self.pending)
             except CoordinatorError as error:
                 return error
             time.sleep(self._timings.shm_wait_s)
         return PeerLost(
-            f"rank {self._rank} was in {self._pending.call} when {self._session.describe_master()} "
+            f"rank {self._rank} was in {self.pending.call} when {self.session.describe_master()} "
             "was found to have ended, while ranks were joining. Look at what rank 0 printed last."
         )
 
     def _timeout(self, key: str) -> CoordinatorTimeout:
-        info = self._session.info
-        waited = f"rank {self._rank} waited {self._pending.timeout_s:g} s in {self._pending.call}"
+        info = self.session.info
+        waited = f"rank {self._rank} waited {self.pending.timeout_s:g} s in {self.pending.call}"
         arrived = self._arrived
         if arrived is None:
             arrived = self._ask_arrived(key, self._timings.last_answer_s)
         if arrived is None:
             return CoordinatorTimeout(
-                f"{waited} to join launch {info.launch_id} at {self._session.describe_master()} "
-                f"but {self._session.describe_silence()}."
+                f"{waited} to join launch {info.launch_id} at {self.session.describe_master()} "
+                f"but {self.session.describe_silence()}."
             )
-        missing = [self._members[place] for i, place in enumerate(self._among) if i not in arrived]
-        if self._parent is not None:
-            text = self._parent.monitor.describe(missing)
+        missing = [self.members[place] for i, place in enumerate(self._among) if i not in arrived]
+        if self.parent is not None:
+            text = self.parent.monitor.describe(missing)
             self._withdraw(text, missing)
             return CoordinatorTimeout(f"{waited} for {text}. {SAME_GROUP}")
         return CoordinatorTimeout(
