@@ -3,7 +3,6 @@
 import asyncio
 import http.client
 import importlib
-import itertools
 import json
 import os
 import re
@@ -158,21 +157,6 @@ def test_concurrent_clients_share_batches_and_get_the_same_text_as_alone(plain, 
     texts = [answer.choices[0].text.strip() for answer in answers]
     assert texts == [expected(plain, prompt)[0] for prompt in PROMPTS[:3]] * 4
     assert metric(server, "drumline_largest_batch") > 1
-
-
-def test_a_short_request_does_not_wait_for_earlier_long_ones(plain, server, client, complete):
-    """The server has two threads, and each long request keeps one of them busy."""
-    long = ["15", "17"]
-    options = {"model": "llama", "temperature": 0, "stream": True, **ENDLESS}
-    with ExitStack() as opened:
-        answers = [client.completions.create(prompt=prompt, **options) for prompt in long]
-        streams = [iter(opened.enter_context(answer)) for answer in answers]
-        firsts = [next(stream).choices[0].text for stream in streams]
-        assert complete("5 6 7").choices[0].text.strip() == expected(plain, "5 6 7")[0]
-        assert metric(server, "drumline_requests_running") == 2
-        for prompt, first, stream in zip(long, firsts, streams, strict=True):
-            rest = [chunk.choices[0].text for chunk in itertools.islice(stream, 50)]
-            assert expected(plain, prompt, 95)[0].startswith((first + "".join(rest)).strip())
 
 
 def test_each_sequence_of_a_batch_has_its_own_sampling_parameters(complete):
