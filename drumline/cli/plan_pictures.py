@@ -5,27 +5,14 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator
 from pathlib import Path
+from string import Template
 
 from drumline.core.device_map import DeviceMap, Place, format_nbytes, sort_places
 
 WIDTH_INCHES, ROW_INCHES = 12, 0.5
 DOTS_PER_INCH = 120
 COLOURS = ("#4a90d9", "#7bb0e6")  # of neighbours
-PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>drumline plan</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 15px/1.4 system-ui, sans-serif; margin: 1.5rem; }}
-.row {{ display: flex; gap: .8rem; margin: .3rem 0; }}
-.name {{ width: 9rem; }} .size {{ width: 14rem; }} .space {{ flex: 1; }}
-.bar {{ display: flex; height: 1.4rem; outline: 1px solid gray; overflow: hidden; }}
-.module {{ background: {colours[0]}; }} .module:nth-child(even) {{ background: {colours[1]}; }}
-</style>
-<h1>Device map</h1>
-{rows}
-<pre>{text}</pre>
-</html>
-"""
+PAGE = Path(__file__).with_name("plan_page.html")
 ROW = """<div class="row"><span class="name">rank {rank} {device}</span>
 <span class="size">{used} of {free}</span>
 <span class="space"><span class="bar" style="width:{width:.3f}%">{modules}</span></span></div>"""
@@ -34,8 +21,9 @@ MODULE = '<span class="module" title="{name}: {size}" style="width:{width:.3f}%"
 
 def write_html(device_map: DeviceMap, text: str, page: Path) -> None:
     """Write a page that needs nothing else; text: below the bars."""
-    rows = "\n".join(_rows(device_map))
-    page.write_text(PAGE.format(colours=COLOURS, rows=rows, text=html.escape(text)))
+    template, (colour, even) = Template(PAGE.read_text()), COLOURS
+    parts = {"rows": "\n".join(_rows(device_map)), "text": html.escape(text)}
+    page.write_text(template.substitute(parts, colour=colour, even_colour=even))
 
 
 def _rows(device_map: DeviceMap) -> Iterator[str]:
