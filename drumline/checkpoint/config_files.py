@@ -10,7 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from drumline.checkpoint.headers.file_bounds import CONFIG, MAX_LAYERS, OF_TYPE, FieldError
+from drumline.checkpoint.headers.file_bounds import (
+    CONFIG,
+    MAX_LAYERS,
+    OF_TYPE,
+    PER_LAYER,
+    FieldError,
+)
 from drumline.checkpoint.headers.gguf_header import read_gguf_header
 from drumline.checkpoint.json_files import check_has_config, check_regular_files, read_json
 from drumline.checkpoint.safetensors_index import Index, read_index
@@ -25,14 +31,14 @@ from drumline.contact.releases import installed
 from drumline.errors import CheckpointError, blamed_on_file
 
 LAYER_COUNT_SUFFIXES = (
-    "num_layers",
+    "_num_layers",
     "hidden_layers",
     "coder_layers",
-    "n_layer",
-    "n_layers",
-    "depth",
+    "_n_layer",
+    "_n_layers",
+    "_depth",
 )
-"""Endings of the names of fields that hold a number of layers."""
+"""Endings of the names, with _ before them, of fields that hold a number of layers."""
 LAYERS_OF_MODEL = ("num_hidden_layers", "n_layer")
 """Fields that no model has as 0: transformers would make one without any layer."""
 
@@ -149,18 +155,18 @@ def _check_numbers(folder: Path, content: Mapping[str, Any], index: Index) -> No
     """
     most = max(len(index), MAX_LAYERS)
     for name, value in _all_fields(content):
-        is_window = name.rpartition("_")[2] == "window" and isinstance(value, dict | str)
-        if type(value) not in (int, float) and not is_window:
-            continue  # null, or of a kind that transformers will refuse
-        least = int(name in LAYERS_OF_MODEL)
-        if name.endswith(LAYER_COUNT_SUFFIXES) and not least <= value <= most:
+        least, bound = int(name in LAYERS_OF_MODEL), CONFIG.get(name, CONFIG.get(_last_word(name)))
+        is_number = type(value) in (int, float)
+        if is_number and f"_{name}".endswith(LAYER_COUNT_SUFFIXES) and not least <= value <= most:
             raise CheckpointError(
                 f"{folder}/config.json has {name}={value!r:.20}, but the files hold {len(index)} "
                 "tensors. Take the config.json that was saved with these files."
             )
-        bound = CONFIG.get(name) or CONFIG.get(name.rpartition("_")[2]) or OF_TYPE[type(value)]
+        is_flag = isinstance(value, bool) and name not in CONFIG
+        if value is None or is_flag or not (is_number or bound):
+            continue  # nothing, or what transformers checks
         try:
-            replace(bound, name=name).check(value)
+            replace(bound or OF_TYPE[type(value)], name=name).check(value)
         except FieldError as error:
             raise CheckpointError(
                 f"{folder}/config.json has {error}. Take the config.json that was saved with "
@@ -168,14 +174,19 @@ def _check_numbers(folder: Path, content: Mapping[str, Any], index: Index) -> No
             ) from error
 
 
+def _last_word(name: str) -> str:
+    return name.rpartition("_")[2]
+
+
 def _all_fields(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The fields of a config and of the configs in it."""
+    """The fields of a config and of the configs in it; each element of what may be a list."""
     todo = [content]
     while todo:
         for name, value in todo.pop().items():
-            yield name, value
-            if isinstance(value, dict):
-                todo.append(value)
+            is_single = {name, _last_word(name)} & {*CONFIG} - PER_LAYER
+            elements = value if isinstance(value, list) and not is_single else [value]
+            yield from ((name, element) for element in elements)
+            todo += [element for element in elements if isinstance(element, dict)]
 
 
 def _check_no_pickles(folder: Path, content: Mapping[str, Any]) -> None:

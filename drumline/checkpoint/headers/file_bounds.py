@@ -108,20 +108,33 @@ QUANTIZATION = _table(
     Bound("block_structure", int, 1, MAX_SIZE, "32 bits, with a sign"),
 )
 """Fields of quantization_config, and of the groups in it; null is as if one were not there."""
-CONFIG = _table(
-    Bound("eps", float, 0, 1, "it is added to a variance"),
-    Bound("epsilon", float, 0, 1, "it is added to a variance"),
-    Bound("rope_theta", float, 1e-3, 1e30, "a base of powers"),
-    Bound("head", int, 0, 1 << 16, "models have a few hundred"),
-    Bound("heads", int, 0, 1 << 16, "models have a few hundred"),
-    Bound("dropout", float, 0, 1, "a probability"),
-    Bound("pdrop", float, 0, 1, "a probability"),
-    Bound("prob", float, 0, 1, "a probability"),
-    Bound("layerdrop", float, 0, 1, "a probability"),
-    Bound("window", int, 0, MAX_SIZE, "a number of tokens"),
-    Bound("num_labels", int, 0, 100_000, "transformers makes two names for each"),
-)
-"""Fields of config.json, by the last words of their names."""
+CONFIG: Mapping[str, Bound | None] = {
+    "pruned_heads": None,
+    **_table(
+        Bound("eps", float, 0, 1, "it is added to a variance"),
+        Bound("epsilon", float, 0, 1, "it is added to a variance"),
+        Bound("rope_theta", float, 1e-3, 1e30, "a base of powers"),
+        Bound("n_head", int, 0, 1 << 16, "models have a few hundred"),
+        Bound("head_dim", int, 0, 1 << 16, "models have a few hundred"),
+        Bound("hidden_size", int, 1, MAX_SIZE, "32 bits, with a sign"),
+        Bound("intermediate_size", int, 0, MAX_SIZE, "32 bits, with a sign"),
+        Bound("vocab_size", int, 0, MAX_SIZE, "32 bits, with a sign"),
+        Bound("max_position_embeddings", float, 0, MAX_SIZE, "32 bits, with a sign"),
+        Bound("heads", int, 0, 1 << 16, "models have a few hundred"),
+        Bound("dropout", float, 0, 1, "a probability"),
+        Bound("pdrop", float, 0, 1, "a probability"),
+        Bound("prob", float, 0, 1, "a probability"),
+        Bound("layerdrop", float, 0, 1, "a probability"),
+        Bound("window", int, 0, MAX_SIZE, "a number of tokens"),
+        Bound("num_labels", int, 0, 100_000, "transformers makes two names for each"),
+    ),
+}
+"""Fields of config.json by their names, or by the last words of them; None: not a number.
+
+A value may be null, or true or false where only the last word is here.
+"""
+PER_LAYER = {"heads", "intermediate_size", "window"}
+"""Those that may be a list with one for each layer."""
 OF_TYPE = {
     int: Bound("integer", int, -MAX_INT64, MAX_INT64, "torch multiplies with no larger one"),
     float: Bound("number", float, -math.inf, math.inf, "with NaN, all would be NaN"),

@@ -26,6 +26,7 @@ import drumline
 from coordinator import Coordinator
 from drumline import CheckpointError
 from drumline.checkpoint.config_files import (
+    _check_numbers,
     read_config,
     read_generation_config,
     read_tokenizer,
@@ -454,6 +455,10 @@ NUMBERS = [
     {"attention_dropout": 1.5},  # and so was this
     {"initializer_range": float("nan")},
     {"sliding_window": {}},
+    {"num_attention_heads": "x"},  # these were an error of transformers, or of the model
+    {"num_attention_heads": [2, -1]},
+    {"rope_theta": [1e4]},  # loaded
+    {"vocab_size": {"a": 1}},
     {"sliding_window": -1},  # was a RuntimeError of generate()
     {"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}},
 ]
@@ -466,6 +471,21 @@ def test_a_number_that_no_model_has_is_named(llama, fields):
     name = next(iter(fields.get("rope_parameters", fields)))
     with pytest.raises(CheckpointError, match=rf"config\.json has ({name}|rope_theta)="):
         read_config(llama)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pruned_heads": {"0": [1]}},
+        {"num_hidden_layers": {"vision": 5}, "norm_topk_prob": True},
+        {"intermediate_size": [16, None], "n_head": 2, "confidence_head": {"dropout": 0.1}},
+        {"spatial_vision_layer": -1},  # its last letters are those of n_layer
+        {"time_step_limit": [0.0, float("inf")]},
+    ],
+)
+def test_values_that_models_have_are_not_refused(tmp_path, fields):
+    """All default configs of transformers pass, in which these were seen."""
+    _check_numbers(tmp_path, fields, range(2))
 
 
 def test_a_name_with_two_values_is_refused(llama):
@@ -715,7 +735,7 @@ def load_alone(ranks_or_errors):
 
 def test_a_config_of_more_parameters_than_the_files_have_bits_is_refused(llama, load_alone):
     """It was said to lack a thousand times the memory of the machine."""
-    configured(llama, intermediate_size=1 << 31)
+    configured(llama, intermediate_size=(1 << 31) - 1)
     error = load_alone(llama)
     assert isinstance(error, CheckpointError), error
     assert re.search(r"config\.json describes a model of \d+ parameters", str(error))
