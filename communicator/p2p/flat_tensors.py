@@ -29,10 +29,15 @@ def write_back(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     if target.is_complex():
         whole = torch.view_as_complex(whole.view(*target.shape, 2))
     whole = whole.view(target.shape)
-    for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
-        if size > 1 and stride == 0:  # expanded: one number is there for all of them
-            target, whole = target.narrow(dim, 0, 1), whole.narrow(dim, 0, 1)
+    for dim in expanded_dims(target):  # one number is there for all of them
+        target, whole = target.narrow(dim, 0, 1), whole.narrow(dim, 0, 1)
     target.copy_(whole)
+
+
+def expanded_dims(tensor: torch.Tensor) -> list[int]:
+    """The dims along which all numbers of a tensor are the same memory."""
+    sizes = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    return [dim for dim, (size, stride) in sizes if size > 1 and stride == 0]
 
 
 @contextmanager

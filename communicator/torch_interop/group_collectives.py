@@ -28,6 +28,14 @@ ProcessGroup: Any = torch_private.NamedProcessGroup  # untyped, for its overload
 
 # Of a caller, in arguments: found before anything moves.
 MISTAKES = (ValueError, TypeError, Unsupported)
+# What they write is as many numbers as they read there; a tensor may be expanded if all ranks' are.
+IN_PLACE = (
+    list_collectives.allreduce,
+    list_collectives.allreduce_coalesced,
+    list_collectives.allreduce_sparse,
+    list_collectives.broadcast,
+    list_collectives.reduce,
+)
 Method = TypeVar("Method", bound=Callable[..., AsyncWork])
 
 
@@ -250,6 +258,8 @@ class GroupCollectives(ProcessGroup):  # type: ignore[misc]
         """move(communicator, *call) for each call, as one piece of work."""
         for call in calls:
             list_arguments.check(move, place, *call)
+        if move not in IN_PLACE:
+            list_arguments.check_outputs(place, written)
         first = _first_tensor(calls[0])
         if move is not list_collectives.allreduce_sparse:
             self._check_dense(first)

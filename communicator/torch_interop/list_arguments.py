@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from communicator.calls.arguments import check_peer
+from communicator.p2p.flat_tensors import expanded_dims
 from communicator.torch_interop import list_collectives
 
 Tensors = Sequence[torch.Tensor]
@@ -60,6 +61,16 @@ def check_coalesced_lists(place: Place, outs: Tensors, tensors: Tensors) -> None
     equal_lengths(place, inputs=tensors, outputs=outs)
     for index, (out, tensor) in enumerate(zip(outs, tensors, strict=True)):
         _check_shape(place, f"output {index}", out, tensor)
+
+
+def check_outputs(place: Place, outs: Tensors) -> None:
+    """Raise ValueError if all that is written along a dim of an output would be one number."""
+    for index, out in enumerate(outs):
+        if out.layout == torch.strided and expanded_dims(out):
+            raise place.error(
+                f"output {index} of {tuple(out.shape)} is expanded, with strides {out.stride()}: "
+                "what is written there would be lost except one number. Pass its clone()."
+            )
 
 
 def check_root(place: Place, root: int, root_tensor: int = 0) -> None:

@@ -8,7 +8,8 @@ for as many elements on every rank, not for the same shape; so a communicator ge
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +22,7 @@ from communicator.communicator import Communicator
 from communicator.errors import CommunicatorError, Unsupported
 from communicator.p2p.flat_tensors import (
     as_flat_input,
+    expanded_dims,
     flat_numel,
     flattened,
     flattened_all,
@@ -43,8 +45,23 @@ BITWISE = {
 Tensors = Sequence[torch.Tensor]
 
 
-def allreduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
+@contextmanager
+def _in_place(comm: Communicator, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """flattened(tensor); an error if it is expanded, and what came is more than one number."""
     with flattened(tensor) as whole:
+        yield whole
+    if expanded_dims(tensor):
+        kept, bits = as_flat_input(tensor).view(-1).view(torch.uint8), whole.view(torch.uint8)
+        if not torch.equal(kept, bits):
+            raise CommunicatorError(
+                f"{comm.rank_name()}: a tensor of {tuple(tensor.shape)} is expanded, with strides "
+                f"{tensor.stride()}, and another rank's is not, so all that came was lost "
+                "except one number. Pass its clone()."
+            )
+
+
+def allreduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
+    with _in_place(comm, tensor) as whole:
         if _is_bitwise(op, tensor.dtype):
             whole.copy_(_bitwise(comm, whole, op))
         else:
@@ -123,12 +140,12 @@ def _combine(rows: torch.Tensor, op: Any) -> torch.Tensor:
 
 
 def broadcast(comm: Communicator, tensor: torch.Tensor, src: int) -> None:
-    with flattened(tensor) as whole:
+    with _in_place(comm, tensor) as whole:
         comm.broadcast(whole, src)
 
 
 def reduce(comm: Communicator, tensor: torch.Tensor, dst: int, op: Any) -> None:
-    with flattened(tensor) as whole:
+    with _in_place(comm, tensor) as whole:
         if not _is_bitwise(op, tensor.dtype):
             comm.reduce(whole, dst, _op_name(comm, op, tensor.dtype))
             return

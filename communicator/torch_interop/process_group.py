@@ -23,7 +23,7 @@ from communicator.p2p.async_messages import open_p2p
 from communicator.p2p.deferred_p2p import DeferredMessages
 from communicator.p2p.group_ranks import GroupRanks, meet
 from communicator.p2p.p2p_messages import ANY_SOURCE, P2PGroup
-from communicator.torch_interop import native_backend
+from communicator.torch_interop import list_arguments, native_backend
 from communicator.torch_interop.group_collectives import DEVICE_TYPES, GroupCollectives
 from communicator.torch_interop.lazy_communicators import Chosen, LazyCommunicators
 from coordinator import Coordinator, torch_private
@@ -151,22 +151,26 @@ class DrumlineProcessGroup(GroupCollectives):
     # Sends and receives.
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> AsyncWork:
-        return self._start_p2p("send", tensors[0], dst, tag)
+        return self._start_p2p("send", tensors, dst, tag)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> AsyncWork:
-        return self._start_p2p("recv", tensors[0], src, tag)
+        return self._start_p2p("recv", tensors, src, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> AsyncWork:
-        if tensors[0].device.type != "cpu":
+        if tensors and tensors[0].device.type != "cpu":
             raise Unsupported(
                 f"{self._ranks.rank_name()}: recv without src: on {tensors[0].device.type} "
                 "a communicator hears one rank at a time. Say which, or receive into a tensor on "
                 "the CPU."
             )
-        return self._start_p2p("recv", tensors[0], ANY_SOURCE, tag)
+        return self._start_p2p("recv", tensors, ANY_SOURCE, tag)
 
-    def _start_p2p(self, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> AsyncWork:
+    def _start_p2p(self, kind: str, tensors: Tensors, peer: int, tag: int) -> AsyncWork:
+        place = self._place(kind)
+        tensor = list_arguments.only_item(place, tensors)
         self._check_dense(tensor)
+        if kind == "recv":
+            list_arguments.check_outputs(place, tensors)
         self._comms.check(tensor.device.type)
         if tensor.device.type == "cpu" and self._p2p is not None:
             return self._p2p.start(kind, tensor, peer, tag)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from communicator import Communicator, Unsupported
+from communicator import Communicator, CommunicatorError, Unsupported
 from communicator.torch_interop import list_collectives
 from coordinator import Coordinator
 
@@ -30,6 +30,21 @@ def test_lazy_signs_are_done_before_they_are_added_and_kept_in_the_tensor(pair):
         return lazy.tolist(), negative.tolist(), lazy.is_conj() and negative.is_neg()
 
     assert pair(body) == [([3 - 4j] * 2, [-3.0] * 3, True)] * 2
+
+
+def test_an_expanded_tensor_that_cannot_hold_what_came_is_an_error(pair):
+    """All numbers but one were lost without a word."""
+
+    def body(comm):
+        whole, nan = torch.arange(3.0), torch.tensor([float("nan")])
+        list_collectives.allreduce(comm, nan.expand(3), ReduceOp.SUM)
+        try:
+            list_collectives.broadcast(comm, whole[:1].clone().expand(3) if comm.rank else whole, 0)
+        except CommunicatorError as error:
+            return "clone()" in str(error), nan.isnan().item()
+        return whole.tolist()
+
+    assert pair(body) == [[0, 1, 2], (True, True)]
 
 
 def test_ranks_may_hold_the_same_numbers_in_other_shapes(pair):
