@@ -41,7 +41,7 @@ FACTORS = re.compile(r"(.*)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 UNDERSTOOD = (
     *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "bias"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("modules_to_save", "fan_in_fan_out", "init_lora_weights", "task_type"),
+    *("modules_to_save", "fan_in_fan_out", "init_lora_weights", "task_type", "lora_dropout"),
 )
 """Fields of adapter_config.json that are followed here; peft sets fan_in_fan_out by the layer."""
 OF_TRAINING: Mapping[tuple[type, ...], tuple[str, ...]] = {
@@ -51,7 +51,7 @@ OF_TRAINING: Mapping[tuple[type, ...], tuple[str, ...]] = {
         *("corda_config", "lora_ga_config"),
     ),
     (bool,): ("inference_mode", "ensure_weight_tying"),
-    (int, float): ("lora_dropout", "qalora_group_size"),
+    (int, float): ("qalora_group_size",),
 }
 """Fields that change nothing of what a trained adapter does, by their types; null is none.
 
@@ -59,7 +59,7 @@ With any other field an adapter is refused.
 """
 INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the weights of the model alone: pissa does not."""
-DEFAULTS = {"r": 8, "lora_alpha": 8}
+DEFAULTS = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
 """Values of peft's LoraConfig."""
 PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
 """Fields of adapter_config.json, and the fields whose values they have for some modules."""

@@ -99,6 +99,7 @@ GGUF_MODEL = _table(
 ADAPTER = _table(
     Bound("r", int, 1, 1 << 20, "the number of rows of lora_A"),
     Bound("lora_alpha", float, -1e6, 1e6, "a factor of the update"),
+    Bound("lora_dropout", float, 0, 1, "a probability"),
 )
 QUANTIZATION = _table(
     Bound("bits", int, 1, 32, "of a word of 32"),

@@ -276,6 +276,7 @@ LIES = [
         if alpha not in (0, -4, 4.5)  # which are numbers like any other
     ],
     *[({"alpha_pattern": {"q_proj": alpha}}, "alpha_pattern") for alpha in ("x", float("nan"))],
+    *[({"lora_dropout": rate}, "lora_dropout=") for rate in (1 << 31, -0.1)],  # loaded
     ({"r": 8}, "r=8 makes them"),
     ({"r": 2}, "r=2 makes them"),
     ({"rank_pattern": {"q_proj": 3}}, "r=3 makes them"),
