@@ -1,12 +1,13 @@
 """What `make versions` and `make canary` say of versions, without installing any."""
 
 import datetime
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.versions import canary, environments, matrix
+from tests.versions import canary, environments, matrix, names
 
 ROOT = Path(__file__).parents[1]
 
@@ -15,6 +16,11 @@ def test_the_contact_tests_are_there():
     lines = (ROOT / matrix.CONTACT_TESTS).read_text().splitlines()
     assert lines and all((ROOT / line.partition("::")[0]).exists() for line in lines)
     assert (ROOT / matrix.USES).exists()
+
+
+def test_every_name_that_is_taken_was_recorded():
+    """Five were not, and a release could have changed them unseen."""
+    assert {name for name, _ in names.taken()} == {*json.loads(canary.READ.read_text())["names"]}
 
 
 @pytest.fixture

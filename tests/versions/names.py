@@ -30,23 +30,22 @@ def look() -> dict[str, Any]:
     """The versions that are installed, and each name with the place that takes it."""
     return {
         "versions": {library: metadata.version(library) for library in LIBRARIES},
-        "names": {name: found for path in sorted(CONTACT) for name, found in _names(path)},
+        "names": {name: {**_describe(_import(name)), "place": place} for name, place in taken()},
         "options of generate()": _options(),
     }
 
 
-def _names(path: Path) -> Iterator[tuple[str, Name]]:
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        place = {"place": f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"}
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in LIBRARIES:
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                yield name, {**_describe(_import(name)), **place}
-        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
-            name = ast.unparse(node)
-            if "._" in name and re.fullmatch(r"[\w.]+", name):
-                yield name, {**_describe(_import(name)), **place}
+def taken() -> Iterator[tuple[str, str]]:
+    """Each name and the place that takes it."""
+    for path in sorted(CONTACT):
+        for node in ast.walk(ast.parse(path.read_text())):
+            place = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in LIBRARIES:
+                yield from ((f"{node.module}.{alias.name}", place) for alias in node.names)
+            elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
+                name = ast.unparse(node)
+                if "._" in name and re.fullmatch(r"[\w.]+", name):
+                    yield name, place
 
 
 def _import(name: str) -> Any:
