@@ -19,12 +19,12 @@ from drumline.planner import model_profile
 from drumline.planner.cost_model import (
     DeviceSpeed,
     DeviceSpeeds,
+    LinkSpeed,
     PassShape,
     estimate,
     estimate_prompt,
     ring_passes,
     stage_times,
-    uniform_speeds,
 )
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import nbytes
@@ -36,20 +36,17 @@ from drumline.strategies.plan_inputs import sized_model
 DEFAULT_BANDWIDTH, DEFAULT_FLOPS = "20GB", 2e11
 """Of the memory and the processor of an ordinary computer."""
 
+ORDERING = 3.5
+"""Times as long as reading weights takes a CPU to bring them into order for several tokens."""
+
 
 def _speeds(
-    places: Collection[Place],
-    bandwidth: Sequence[str],
-    hop_us: float,
-    link: str | None,
-    flops: float,
+    places: Collection[Place], bandwidth: Sequence[str], hop: LinkSpeed, flops: float
 ) -> DeviceSpeeds:
     """The speeds that the arguments of show_plan() say."""
-    link_nbytes = nbytes(link) if link else math.inf
-    speeds = uniform_speeds(places, nbytes=1, hop_s=hop_us * 1e-6, link_nbytes=link_nbytes)
-    read = [nbytes(size) for size in bandwidth]
-    by_place = {place: DeviceSpeed(flops, read[place[0]]) for place in places}
-    return dataclasses.replace(speeds, places=by_place)
+    read = {place: nbytes(bandwidth[place[0]]) for place in places}
+    by_place = {place: DeviceSpeed(flops, n, n / ORDERING) for place, n in read.items()}
+    return DeviceSpeeds(by_place, {rank: hop for rank, _ in places if len(places) > 1})
 
 
 def _time_of_a_token(
@@ -75,10 +72,10 @@ def _time_of_a_prompt(
     size = tokens_of_chunk(length, len(planned.ranks))
     chunks = -(-length // size) if size else 1
     expected = estimate_prompt(weights, planned, speeds, shape, length, chunks)
-    flops = max(speed.flops for speed in speeds.places.values())
+    speed, *_ = speeds.places.values()
     return (
         f"the first token of {length} takes {_time(expected.pass_s)} at least, of which hops "
-        f"{_time(expected.hops_s)}, at {flops / 1e9:g} GFLOP/s"
+        f"{_time(expected.hops_s)}, at {speed.flops / 1e9:g} GFLOP/s"
     )
 
 
@@ -118,7 +115,8 @@ def show_plan(
     profile = with_tokens(weights, for_tokens)
     free_nbytes = {(rank, "cpu"): nbytes(size) for rank, size in enumerate(memory)}
     bandwidth = bandwidth or [DEFAULT_BANDWIDTH] * len(memory)
-    speeds = _speeds(free_nbytes, bandwidth, hop_us, link, flops or DEFAULT_FLOPS)
+    hop = LinkSpeed(hop_us * 1e-6, nbytes(link) if link else math.inf)
+    speeds = _speeds(free_nbytes, bandwidth, hop, flops or DEFAULT_FLOPS)
     shape = PassShape(batch, model_profile.hidden_width(config), torch_dtype.itemsize)
     planned = plan(profile, free_nbytes, device_map, speeds=speeds, step=shape)
     decoding = model_profile.decode_profile(model, profile)

@@ -5,8 +5,9 @@ speeds = DeviceSpeeds({(0, "cpu"): rank_0, (1, "cpu"): rank_1}, {0: hop, 1: hop}
 print(estimate(layout, plan(layout, free_nbytes, "fastest", speeds=speeds), speeds).tokens_a_second)
 
 A place spends on a part of the model the time to read its weights or to multiply with them, the
-longer of the two (the roofline of Williams et al., 2009). A token passes all stages one after the
-other; with several passes in flight the slowest stage sets the pace.
+longer of the two (the roofline of Williams et al., 2009), and to bring them into the order in which
+a library multiplies several tokens with them. A token passes all stages one after the other; with
+several passes in flight the slowest stage sets the pace.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ NOISE = 0.15
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """Work of one place in a second: floating point operations, and bytes of weights read."""
+    """Work of one place in a second: floating point operations, bytes of weights read, and of
+    weights brought into order for several tokens, which is not for nothing on a CPU."""
 
     flops: float
     nbytes: float
+    ordered_nbytes: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ def equalize_similar_devices(
     equalized = {}
     for place, speed in places.items():
         kind = place[1].partition(":")[0]
-        similar = [other for (_, name), other in places.items() if name.partition(":")[0] == kind]
+        similar = [other for (_, name), other in places.items() if name.startswith(kind)]
         best = [max(numbers) for numbers in zip(*map(astuple, similar), strict=True)]
         pairs = zip(astuple(speed), best, strict=True)
         equalized[place] = DeviceSpeed(*(b if n > (1 - noise) * b else n for n, b in pairs))
@@ -146,10 +149,11 @@ def estimate_prompt(
     around = stage_times(replace(model, layers=()), device_map, speeds, step)  # of the last tokens
     stages = [layers[place] + around[place] for place in layers]
     nbytes = prompt.batch * step.width * step.itemsize
-    trips = step.ring_passes if {rank for rank, _ in layers} - {0} else 0
+    trips = step.ring_passes if any(rank for rank, _ in layers) else 0
     links = [nbytes / link.nbytes for link in speeds.links.values()] * trips
     delay_s = trips * sum(link.latency_s for link in speeds.links.values())
-    work, slowest_s = [*stages, *links], max(*stages, *links, 0.0)
+    work = [*stages, *links]
+    slowest_s = max(work)
     whole_s = delay_s + (sum(work) + (chunks - 1) * slowest_s) / chunks
     rate = step.batch / whole_s if whole_s else math.inf
     return Estimate(whole_s, slowest_s, delay_s + sum(links), rate)
@@ -181,9 +185,7 @@ def estimate_tensor_parallel(
         tp_group.size - 1, len(speeds.links), tp_group.size
     )  # of each group, its last rank
     hops = sum(speeds.links[rank].seconds(nbytes) for rank in lasts) if len(lasts) > 1 else 0.0
-    slowest = work / max(1, len(lasts))
-    pace = max((work + hops) / step.streams, slowest)
-    return Estimate(work + hops, slowest, hops, step.batch / pace if pace else math.inf)
+    return _paced(work, work / max(1, len(lasts)), hops, step)
 
 
 def part_time_s(part: ModulePart, speed: DeviceSpeed, step: PassShape) -> float:
@@ -193,7 +195,8 @@ def part_time_s(part: ModulePart, speed: DeviceSpeed, step: PassShape) -> float:
     """
     weights_nbytes = part.read_nbytes - part.kept_nbytes
     operations = 2 * (step.batch * weights_nbytes + part.kept_nbytes) / step.itemsize
-    return max(part.read_nbytes / speed.nbytes, operations / speed.flops)
+    ordering_s = (1 - 1 / step.batch) * weights_nbytes / speed.ordered_nbytes
+    return max(part.read_nbytes / speed.nbytes, operations / speed.flops) + ordering_s
 
 
 def ring_passes(ranks: Iterable[int]) -> int:
@@ -208,11 +211,13 @@ def ring_passes(ranks: Iterable[int]) -> int:
 def _estimate(
     places: Sequence[Place], stages: Sequence[float], speeds: DeviceSpeeds, step: PassShape
 ) -> Estimate:
-    ranks = {rank for rank, _ in places}
-    hops = _hops(speeds, step) if ranks - {0} else 0.0
-    whole, slowest = sum(stages) + hops, max(stages)
-    pace = max(whole / step.streams, slowest)
-    return Estimate(whole, slowest, hops, step.batch / pace if pace else math.inf)
+    hops = _hops(speeds, step) if any(rank for rank, _ in places) else 0.0
+    return _paced(sum(stages), max(stages), hops, step)
+
+
+def _paced(work: float, slowest: float, hops: float, step: PassShape) -> Estimate:
+    pace = max((work + hops) / step.streams, slowest)
+    return Estimate(work + hops, slowest, hops, step.batch / pace if pace else math.inf)
 
 
 def _hops(speeds: DeviceSpeeds, step: PassShape) -> float:
@@ -243,7 +248,7 @@ class PartitionSearch:
 
     def best(self, speeds: DeviceSpeeds, step: PassShape) -> list[int] | None:
         """The group at which each place ends; None if they do not fit."""
-        near = sum(1 for rank, _ in self.places if rank == 0)
+        near = sum(not rank for rank, _ in self.places)
         hops = _hops(speeds, step)
         cuts = [*self._candidates(len(self.places), step, hops), *self._candidates(near, step, 0)]
         return max(cuts, key=lambda ends: self._rate(ends, speeds, step), default=None)
@@ -290,11 +295,10 @@ class PartitionSearch:
         best[0] = (0.0, [])
         for place in range(num_places):
             best = [self._extended(best, place, end, limit) for end in range(self.count + 1)]
-        rest = len(self.places) - num_places
         done = best[self.count]
         if done is None or any(spent > limit for spent in self.fixed[num_places:]):
             return None
-        return [*done[1], *[self.count] * rest]
+        return [*done[1], *[self.count] * (len(self.places) - num_places)]
 
     def _extended(
         self, best: Sequence[tuple[float, list[int]] | None], place: int, end: int, limit: float

@@ -85,7 +85,7 @@ def measure_machines(
     machines = [peer.machine for peer in coor.peers]
     if len({*machines}) == 1:
         return None
-    firsts = [machines.index(machine) for machine in machines]
+    firsts = [*map(machines.index, machines)]
     devices = [first_device(d for owner, d in places if owner == rank) for rank in firsts]
     own = devices[coor.rank] if firsts[coor.rank] == coor.rank else None
     speeds = coor.allgather_object(
@@ -102,8 +102,7 @@ def measure_machines(
 
 def best_window(took: list[float]) -> float:
     """The mean of the rounds in that window of WINDOW_S in which they were fastest."""
-    means: list[float] = []
-    window: list[float] = []
+    means, window = list[float](), list[float]()
     for seconds in took:
         window.append(seconds)
         if sum(window) >= WINDOW_S:
@@ -173,8 +172,8 @@ def measure_links(coor: Coordinator, backend: str | None = None) -> dict[int, Li
             own_link = _measure_link(comm, rank, (rank + 1) % coor.world_size) or own_link
             coor.barrier()
     assert own_link is not None, "every rank had its turn"
-    numbers_by_rank = coor.allgather_object(astuple(own_link))
-    return {rank: LinkSpeed(*numbers) for rank, numbers in enumerate(numbers_by_rank)}
+    links = coor.allgather_object(astuple(own_link))
+    return {rank: LinkSpeed(*link) for rank, link in enumerate(links)}
 
 
 def measure_group_speeds(coor: Coordinator, device: str, dtype: torch.dtype) -> list[GroupSpeed]:

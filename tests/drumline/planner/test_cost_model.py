@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from drumline.planner.cost_model import (
     estimate,
     estimate_prompt,
     estimate_tensor_parallel,
+    part_time_s,
     ring_passes,
-    uniform_speeds,
 )
 
 sizes = st.integers(1, 40)
@@ -130,9 +131,14 @@ def test_a_place_of_unknown_speed_is_named():
         )
 
 
+def even(places, nbytes, flops, link):
+    speeds = dict.fromkeys(places, DeviceSpeed(flops, nbytes))
+    return DeviceSpeeds(speeds, {rank: link for rank, _ in places})
+
+
 def test_assumed_speeds_are_those_of_every_place():
     chosen = plan(MODEL, FREE_NBYTES, {"": 0, "layers.7": 1})
-    found = estimate(MODEL, chosen, uniform_speeds(FREE_NBYTES, nbytes=100.0, hop_s=0.25))
+    found = estimate(MODEL, chosen, even(FREE_NBYTES, 100.0, math.inf, LinkSpeed(0.25, math.inf)))
     assert found.pass_s == pytest.approx(9 + 0.5) and found.hops_s == pytest.approx(0.5)
     assert found.tokens_a_second == pytest.approx(1 / 9.5)
 
@@ -171,7 +177,7 @@ def test_a_prompt_is_multiplied_by_each_stage_and_carried_by_each_link():
     """Its parts follow each other, so that the slowest stage is the pace."""
     model = ModelProfile((ModulePart("a", 40), ModulePart("b", 40)), (ModulePart("head", 8),))
     places = [(0, "cpu"), (1, "cpu")]
-    speeds = uniform_speeds(places, nbytes=8e9, flops=100.0, hop_s=0.5, link_nbytes=80.0)
+    speeds = even(places, 8e9, 100.0, LinkSpeed(0.5, 80.0))
     device_map = DeviceMap.of_parts(
         [*model.layers, *model.others],
         {"a": places[0], "b": places[1], "head": places[0]},
@@ -183,6 +189,14 @@ def test_a_prompt_is_multiplied_by_each_stage_and_carried_by_each_link():
     assert whole.pass_s == pytest.approx(2 * (work + transfer + 0.5) + 2 * 8 / 4 / 100)
     parts = estimate_prompt(model, device_map, speeds, step, length=50, chunks=1000)
     assert parts.pass_s == pytest.approx(2 * 0.5 + max(work, transfer), rel=0.02)
+
+
+def test_several_tokens_take_the_time_in_which_weights_are_brought_into_order_for_them():
+    """On a CPU a first token after 32 took 2.5 times what `drumline plan` said."""
+    part, speed = ModulePart("a", 4000), DeviceSpeed(1e6, 4e5, ordered_nbytes=1e5)
+    for batch, expected_s in ((1, 0.01), (2, 0.01 + 0.04 / 2), (16, 0.032 + 0.04 * 15 / 16)):
+        step = PassShape(batch, itemsize=4)
+        assert part_time_s(part, speed, step) == pytest.approx(expected_s)
 
 
 def test_a_tp_group_reads_at_the_same_time_and_pays_for_its_allreduces():
