@@ -111,6 +111,9 @@ def _check(event: dict[str, Any]) -> None:
     if event["ph"] == "X":
         if missing := {"name", "cat", "tid", "ts", "dur"} - event.keys():
             raise ValueError(f"an event without {', '.join(sorted(missing))}: {event}")
+        kinds = [type(event[name]) for name in ("name", "cat", "tid")]
+        if kinds != [str, str, int] or not isinstance(event.get("args", {}), dict):
+            raise ValueError(f"a name, kind, thread or arguments of another type: {event!s:.200}")
         times = (abs(event["ts"]), event["dur"])  # a TypeError if one of them is not a number
         if not all(time_us < MAX_TIME_US for time_us in times):  # nor is NaN
             raise ValueError(f"an event out of all time: {event!s:.200}")

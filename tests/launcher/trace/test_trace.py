@@ -232,6 +232,8 @@ def _span(start, took, **other):
         ([_span(10**400, 1)], "out of all time"),
         ([_span(1, float("nan"))], "out of all time"),
         ([_span(1, 1, ph="Q")], "unknown kind"),
+        *[([_span(1, 1, **{name: {}})], "of another type") for name in ("name", "cat", "tid")],
+        ([_span(1, 1, args=7)], "of another type"),
         (None, "is not a trace"),
     ],
 )
