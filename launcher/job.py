@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -139,15 +139,3 @@ class Job:
         assert self.target.kind != "function", "no folder for a function's results"
         module = ["-m"] if self.target.kind == "module" else []
         return [*module, self.target.name, *map(str, self.args)]
-
-
-def job_of(work: Target, arguments: Mapping[str, Any]) -> Job:
-    """The job of this work by the arguments of launch() or start() that are fields of it."""
-    names = Job.__dataclass_fields__.keys() & arguments.keys()
-    if arguments.get("launch_id") is None:
-        names -= {"launch_id"}
-    fields = {name: arguments[name] for name in names}
-    fields["args"] = tuple(fields["args"])
-    if isinstance(fields.get("preload"), list):
-        fields["preload"] = tuple(fields["preload"])
-    return Job(work, **fields)

@@ -16,7 +16,7 @@ from typing import Any
 
 from launcher import target
 from launcher.errors import Failure, LaunchError
-from launcher.job import Job, job_of
+from launcher.job import Job
 from launcher.local.launch_local import launch_local
 from launcher.local.launch_watch import LaunchWatch
 
@@ -116,6 +116,15 @@ def start(
     on_failure: called once, on a thread of the launch, with the Failure of the rank that fails
     first, before the others are ended; it must not wait for them.
     """
-    job = job_of(target.by_reference(target.of(work)), locals())
+    job = Job(
+        target.by_reference(target.of(work)),
+        args=tuple(args),
+        nprocs=nprocs,
+        log_dir=log_dir,
+        timeout_s=timeout_s,
+        bind=bind,
+        preload=tuple(preload) if isinstance(preload, list) else preload,  # type: ignore[arg-type]
+        share_devices=share_devices,
+    )
     target.check(job.target)
     return Launch(job, on_failure)

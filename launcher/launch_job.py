@@ -15,7 +15,7 @@ from typing import Any
 from launcher import registry, target
 from launcher.authentication import launch_token
 from launcher.errors import LaunchInterrupted
-from launcher.job import LOOPBACK, Job, job_of
+from launcher.job import LOOPBACK, Job, new_launch_id
 
 # Options that not every launcher supports, with the values that mean "not used".
 OPTIONS: dict[str, object] = {
@@ -67,9 +67,25 @@ def launch(
     Raises LaunchError as soon as one rank fails, after ending the others. Processes that
     ranks leave running are ended with them.
     """
-    has_token = nnodes > 1 and needs_token(registry.find(launcher))
-    token = launch_token.take(os.environ) if has_token else None
-    job = job_of(target.of(work), {**locals(), "trace": None})
+    job = Job(
+        target.of(work),
+        args=tuple(args),
+        nprocs=nprocs,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        master_addr=master_addr,
+        master_port=master_port,
+        launch_id=new_launch_id() if launch_id is None else launch_id,
+        log_dir=log_dir,
+        timeout_s=timeout_s,
+        bind=bind,
+        preload=tuple(preload) if isinstance(preload, list) else preload,  # type: ignore[arg-type]
+        share_devices=share_devices,
+        encrypt=encrypt,
+        token=launch_token.take(os.environ)
+        if nnodes > 1 and needs_token(registry.find(launcher))
+        else None,
+    )
     try:
         return run_job(job, launcher, trace)
     except LaunchInterrupted as stopped:
