@@ -9,6 +9,7 @@ import time
 from datetime import timedelta
 
 import process_group_programs as programs
+import pytest
 import torch
 import torch.distributed as dist
 from process_group_programs import mine, program
@@ -36,6 +37,22 @@ def receive_posted_before_a_collective_that_the_sender_enters_first():
         dist.all_reduce(total)
         dist.send(mine(LARGE), 0)
     return [came, total]
+
+
+@program(2)
+def several_tensors_and_expanded_ones_are_refused():
+    """The first of several was sent, and all numbers but one of an expanded tensor were lost."""
+    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    for tensors in ([torch.ones(2)] * 2, []):
+        for call in (backend.send, backend.recv):
+            with pytest.raises((RuntimeError, ValueError)):
+                call(tensors, peer, 0).wait()
+    with pytest.raises((RuntimeError, ValueError)):
+        dist.recv(torch.zeros(1).expand(3), peer)
+    came = torch.zeros(3)
+    dist.send(mine(3), peer) if rank == 0 else dist.recv(came, peer)
+    return [came]
 
 
 @program(2)
