@@ -358,10 +358,12 @@ LLAMA = '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], '
     [
         ("{", "config.json holds no JSON object"),
         ('{"model_type": "nobody"}', "config.json describes no model"),
-        (f'{LLAMA} "hidden_size": "x"}}', "Field 'hidden_size' expected int"),
+        (f'{LLAMA} "hidden_size": "x"}}', "has hidden_size='x', which is no integer from 1"),
+        (f'{LLAMA} "hidden_act": 5}}', "Field 'hidden_act' expected str"),
         (f'{LLAMA} "num_attention_heads": 0}}', "describes no model"),
         ('{"model_type": "clipseg_text_model", "architectures": ["x"]}', "['x'] and the type"),
-        (f'{LLAMA} "vocab_size": -5}}', "no LlamaForCausalLM can be built"),
+        (f'{LLAMA} "vocab_size": -5}}', "has vocab_size=-5, which is no integer from 0"),
+        (f'{LLAMA} "hidden_act": "x"}}', "no LlamaForCausalLM can be built"),
     ],
 )
 def test_a_config_of_no_model_is_an_error_on_every_rank(sharded, ranks_or_errors, config, said):
