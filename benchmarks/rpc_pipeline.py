@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed import rpc
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import Cache, DynamicCache, LlamaForCausalLM
 
 from coordinator import Coordinator
 
@@ -29,13 +29,16 @@ class Owner:
         self.model = LlamaForCausalLM.from_pretrained(folder)
         self.first, self.cache = first, DynamicCache()
 
-    def run(self, hidden: torch.Tensor, is_new: bool, arguments: dict[str, Any]) -> torch.Tensor:
+    def run(
+        self, hidden: torch.Tensor, cached: str, is_new: bool, arguments: dict[str, Any]
+    ) -> torch.Tensor:
+        """cached: the argument of a layer that is the cache, whose name transformers changes."""
         torch.set_num_threads(1)  # each thread of RPC is asked anew
         if is_new:
             self.cache = DynamicCache()
         with torch.inference_mode():
             for layer in self.model.model.layers[self.first :]:
-                hidden = layer(hidden, past_key_values=self.cache, **arguments)
+                hidden = layer(hidden, **{cached: self.cache}, **arguments)
         return hidden
 
 
@@ -61,10 +64,11 @@ def master(model: Any, first: int) -> Any:
     """The model with its layers from `first` on replaced by one call of their owner."""
     owner = rpc.remote(OWNER, Owner, args=(model.name_or_path, first))
 
-    def forward(hidden: torch.Tensor, past_key_values: Any = None, **arguments: Any) -> Any:
-        is_new = past_key_values.layers[0].keys.shape[-2] == hidden.shape[-2]
+    def forward(hidden: torch.Tensor, **arguments: Any) -> Any:
         sent = {key: value for key, value in arguments.items() if value is not None}
-        return rpc.rpc_sync(OWNER, _run, args=(owner, hidden, is_new, sent))
+        (cached,) = [key for key, value in sent.items() if isinstance(value, Cache)]
+        is_new = sent.pop(cached).layers[0].keys.shape[-2] == hidden.shape[-2]
+        return rpc.rpc_sync(OWNER, _run, args=(owner, hidden, cached, is_new, sent))
 
     model.model.layers[first].forward = forward
     for layer in model.model.layers[first + 1 :]:
@@ -72,6 +76,6 @@ def master(model: Any, first: int) -> Any:
     return model
 
 
-def _run(owner: Any, hidden: torch.Tensor, is_new: bool, arguments: dict[str, Any]) -> torch.Tensor:
-    result: torch.Tensor = owner.local_value().run(hidden, is_new, arguments)
+def _run(owner: Any, *arguments: Any) -> torch.Tensor:
+    result: torch.Tensor = owner.local_value().run(*arguments)
     return result
