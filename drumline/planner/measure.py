@@ -85,7 +85,7 @@ def measure_machines(
     machines = [peer.machine for peer in coor.peers]
     if len({*machines}) == 1:
         return None
-    firsts = [*map(machines.index, machines)]
+    firsts = [machines.index(machine) for machine in machines]
     devices = [first_device(d for owner, d in places if owner == rank) for rank in firsts]
     own = devices[coor.rank] if firsts[coor.rank] == coor.rank else None
     speeds = coor.allgather_object(
@@ -102,7 +102,8 @@ def measure_machines(
 
 def best_window(took: list[float]) -> float:
     """The mean of the rounds in that window of WINDOW_S in which they were fastest."""
-    means, window = list[float](), list[float]()
+    means: list[float] = []
+    window: list[float] = []
     for seconds in took:
         window.append(seconds)
         if sum(window) >= WINDOW_S:

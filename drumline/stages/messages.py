@@ -228,8 +228,9 @@ class MessageChannel:
         """A little more than these messages, since a padded batch's mask grows with each token."""
         shorter = min(nbytes, self._last_nbytes)
         self._last_nbytes = nbytes
-        padded = shorter + shorter // 8 | FRAME_STEP_NBYTES - 1  # the last byte of a step
-        self.frame_nbytes = min(max(padded + 1, MIN_FRAME_NBYTES), MAX_FRAME_NBYTES)
+        padded = shorter + shorter // 8
+        padded += -padded % FRAME_STEP_NBYTES
+        self.frame_nbytes = min(max(padded, MIN_FRAME_NBYTES), MAX_FRAME_NBYTES)
 
     def _header_for(self, message: Message) -> HeaderCache:
         link = self.link
