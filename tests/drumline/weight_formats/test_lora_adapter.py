@@ -25,6 +25,7 @@ from tests.drumline.checkpoint.test_copy_check import change_byte
 from tests.drumline.conftest import GPT2
 
 LINEAR = ("q_proj", "v_proj", "down_proj", "lm_head")
+SOON_S = 10  # a pattern that explodes or a size that lies takes minutes; a busy machine takes seconds
 
 
 def make_adapter(folder, model, targets, dtype=torch.float32, r=4, **settings):
@@ -356,12 +357,12 @@ def adapter_of(checkpoints, tmp_path):
 
 
 @pytest.mark.parametrize(("settings", "problem"), LIES)
-def test_settings_that_lie_are_named_within_a_second(adapter_of, settings, problem):
+def test_settings_that_lie_are_named_soon(adapter_of, settings, problem):
     """r was not compared with the factors, alpha made NaN of a model, and a pattern hung load()."""
     start = time.process_time()
     with pytest.raises(CheckpointError, match=rf"adapter_.*({problem})"):
         adapter_of(settings)
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < SOON_S
 
 
 QUERY = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
@@ -490,5 +491,5 @@ def test_whatever_its_settings_say_an_adapter_is_merged_as_they_say_or_refused(a
             weights = [weight for weight in index.values() if isinstance(weight, MergedWeight)]
             assert len(weights) == 12, (number, settings)
             assert all(math.isfinite(w.scaling) and abs(w.scaling) <= 1e6 for w in weights)
-        assert time.process_time() - start < 1, (number, settings)
+        assert time.process_time() - start < SOON_S, (number, settings)
     assert count / 4 < num_refused < count
