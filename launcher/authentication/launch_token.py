@@ -164,15 +164,23 @@ def of_node(
         print(_invitation(token, join_command), file=sys.stderr, flush=True)
         return token
     if not is_first and sys.stdin is not None and sys.stdin.isatty():
-        from getpass import getpass
-
-        return LaunchToken.parse(getpass("token of the launch (as the first machine printed it): "))
+        return LaunchToken.parse(_typed())
     raise ValueError(
         "a launch over several machines needs a token, or whoever reaches its port could become a "
         f"rank, and nothing was started. Set {VARIABLE} or --token-file FILE to the same one on "
         "each machine (on the first, a FILE that is not there gets a new one), or start on a "
         "terminal, which shows and asks for it. --insecure goes without."
     )
+
+
+def _typed() -> str:
+    """The line that is typed at the prompt, unseen; empty if it ends before, or is not text."""
+    from getpass import getpass
+
+    try:
+        return getpass("token of the launch (as the first machine printed it): ")
+    except (EOFError, UnicodeDecodeError):
+        return ""
 
 
 def _invitation(token: LaunchToken, join_command: str) -> str:

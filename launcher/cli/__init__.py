@@ -111,6 +111,9 @@ def run_command(options: argparse.Namespace, prog: str = PROG) -> int:
     except (ValueError, OSError) as error:
         _print_error([f"{prog}: {error}"])
         return USAGE_CODE
+    except KeyboardInterrupt:  # before there was a launch, which has its own word for it
+        _print_error([f"{prog}: interrupted"])
+        return linux.shell_exit_code(-signal.SIGINT)
 
 
 def _run(options: argparse.Namespace) -> int:

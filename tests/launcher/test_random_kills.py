@@ -146,7 +146,7 @@ class Launch:
         launcher_ended = self.is_launcher and code == -number
         if launcher_ended or code == 0 or "╭" in self.err:
             return True
-        return self.signal == "INT" and "KeyboardInterrupt" in self.err
+        return self.signal == "INT" and re.search("KeyboardInterrupt|interrupted", self.err)
 
     def wrong_report(self):
         """What the report does not say, but should; None if it says all."""

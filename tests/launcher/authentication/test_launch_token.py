@@ -2,6 +2,7 @@
 
 import os
 import stat
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -96,6 +97,19 @@ def test_a_variable_is_read_once_and_gone(monkeypatch, name):
     assert launch_token.of_node(False, None, False) == token
     assert name not in os.environ
     with pytest.raises(ValueError, match="needs a token"):
+        launch_token.of_node(False, None, False)
+
+
+@pytest.mark.parametrize("error", [EOFError(), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "")])
+def test_a_prompt_that_is_left_or_given_no_text_is_an_error_in_words(monkeypatch, error):
+    """Ctrl-D was a traceback."""
+
+    def getpass(_):
+        raise error
+
+    monkeypatch.setattr("getpass.getpass", getpass)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    with pytest.raises(ValueError, match="0 characters are not a token"):
         launch_token.of_node(False, None, False)
 
 
