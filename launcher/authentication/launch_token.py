@@ -8,6 +8,7 @@ assert LaunchToken.parse(str(token).lower()) == token
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import stat
 import sys
@@ -24,6 +25,7 @@ ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # Crockford's base32
 LOOKS_LIKE = str.maketrans("ILO", "110")
 NUM_DRAWN, NUM_CHECKED, GROUP = 26, 2, 4  # characters: 130 random bits, and 10 against a slip
 NUM_HEX_DIGITS = 64
+log = logging.getLogger("launcher")
 MAX_FILE_NBYTES = 4096
 ADVICE = (
     f"Give the token that the first machine has printed, at the prompt, by --token-file FILE or by "
@@ -154,6 +156,10 @@ def of_node(
     """
     variable_token = take(os.environ)
     if is_insecure:
+        log.warning(
+            "--insecure: whoever reaches the port of this launch becomes a rank of it and hears "
+            "what the ranks exchange, and nothing is encrypted there"
+        )
         return LaunchToken.insecure()
     if path is not None:
         return write_file(path) if is_first and not os.path.exists(path) else read_file(path)

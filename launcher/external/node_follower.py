@@ -220,7 +220,8 @@ def connected_to_first(
         except SecretRejected:
             raise LaunchError(
                 f"the token is not that of the first node at {place}: type the one that it printed "
-                "when it started, which is another each time. Nothing was started here."
+                "when it started, which is another each time. One with --insecure has none, and "
+                "needs that option on every node. Nothing was started here."
             ) from None
         except Rejected as error:
             raise LaunchError(

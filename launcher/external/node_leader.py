@@ -155,10 +155,12 @@ class NodeLeader:
 
     def _give_up(self, limit_s: float) -> None:
         awaited = self._names(self.missing or sorted(self.nodes))
+        can_join = token_of(self.job).is_secret  # it obeys nobody else
+        join = f"`drumline join {self._place}` there, or " * can_join
         error = LaunchTimeout(
-            f"{awaited} did not come within {limit_s:g} s ({self._seen()}). Type `drumline join "
-            f"{self._place}` there, or the same command with its own --node-rank, or check that a "
-            f"firewall lets it reach {self._place}. --timeout SECONDS waits for another time.",
+            f"{awaited} did not come within {limit_s:g} s ({self._seen()}). Type {join}the same "
+            f"command with its own --node-rank, or check that a firewall lets it reach "
+            f"{self._place}. --timeout SECONDS waits for another time.",
             (),
             TIMEOUT_CODE,
         )

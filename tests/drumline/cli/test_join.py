@@ -3,6 +3,7 @@
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -168,6 +169,18 @@ def test_insecure_machines_meet_without_a_token(tmp_path):
         second = Machine(tmp_path / "one", *run[:-1], "--node-rank", "1", "who.py")
         assert [first.end(), second.end()] == [0, 0]
     assert not TOKEN.search(first.shown)
+    for shown in (first.shown, second.shown):
+        assert shown.count("whoever reaches the port of this launch becomes a rank of it") == 1
+
+
+def test_ctrl_c_at_the_prompt_is_no_traceback(tmp_path):
+    words = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "who.py"]
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "who.py").write_text("")
+    second = Machine(tmp_path / "two", "run", "--launcher", "torchrun", *words)
+    second.await_text("token of the launch")
+    second.process.send_signal(signal.SIGINT)
+    assert second.end() == 130 and second.shown.endswith("drumline: interrupted\r\n")
 
 
 def test_the_options_of_join_are_few():

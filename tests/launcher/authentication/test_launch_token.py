@@ -118,6 +118,7 @@ def test_without_a_terminal_no_token_is_drawn_for_a_log():
         launch_token.of_node(True, None, False)
 
 
-def test_insecure_is_another_token_than_any_that_is_drawn():
+def test_insecure_is_another_token_than_any_that_is_drawn_and_says_what_it_lets_in(caplog):
     assert not launch_token.of_node(True, None, True).is_secret
     assert LaunchToken.draw().is_secret
+    assert caplog.text.count("whoever reaches the port of this launch becomes a rank") == 1
