@@ -21,7 +21,11 @@ def meet(job: Job) -> Job:
     try:
         if job.node_rank == 0:
             with contextlib.closing(NodeLeader(job)) as leader:
-                return leader.meet(limit_s)
+                try:
+                    return leader.meet(limit_s)
+                except KeyboardInterrupt:
+                    leader.end("the command of the first node was stopped by SIGINT")
+                    raise
         with contextlib.closing(NodeFollower(job)) as follower:
             attempt = follower.join(limit_s)
         assert attempt is not None  # a leader that does not stay ends with an error alone
