@@ -42,6 +42,8 @@ from launcher.external.node_messages import (
 from launcher.job import Job
 
 NODE = purpose_of("node")
+SAME_COMMAND = "Give the same command on every node, except --node-rank."
+JOIN_AGAIN = "Type `drumline join` again, without --node-rank for any place that is free."
 # Of no first node, of what answers as none, and of one that is not ready.
 NOT_YET = (OSError, ConnectionBroken, KeyError, ValueError, TypeError, AttributeError)
 
@@ -240,7 +242,7 @@ def _introduced(channel: NodeChannel, node: NodeDescription, place: str) -> dict
     if problem := answer["problem"]:
         raise LaunchError(
             f"the first node, at {place}, waits for others than this one: {printable(problem)}. "
-            "Give the same command on every node, except --node-rank."
+            f"{SAME_COMMAND if node.nnodes and not node.command else JOIN_AGAIN}"
         )
     return answer
 

@@ -346,6 +346,8 @@ class NodeLeader:
     def _problem(self, node: NodeDescription) -> str:
         """Why there is no place for a node; "" if there is one."""
         if not 0 <= node.node_rank < self.job.nnodes:
+            if self.missing:
+                return f"--node-rank {node.node_rank} is not in [1, {self.job.nnodes - 1}]"
             return f"all {self.job.nnodes} nodes of the launch are there"
         if node.node_rank in self.nodes:
             self._receive(self.nodes[node.node_rank])  # it may have left

@@ -154,9 +154,11 @@ def test_a_machine_with_a_wrong_token_or_without_the_script_is_told_and_the_firs
         assert other not in shown and first.token not in shown
 
 
-def test_a_machine_more_than_there_are_places_is_told(first, tmp_path):
+def test_a_machine_with_a_number_that_no_place_has_is_told(first, tmp_path):
+    """It heard that all were there, while the first waited for one."""
     third = Machine(tmp_path / "two", "join", first.address, "--node-rank", "2", reply=first.token)
-    assert third.end() == 1 and "all 2 nodes of the launch are there" in third.shown
+    assert third.end() == 1 and "--node-rank 2 is not in [1, 1]" in third.shown
+    assert "Type `drumline join` again, without --node-rank" in third.shown
 
 
 def test_insecure_machines_meet_without_a_token(tmp_path):
