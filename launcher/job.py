@@ -54,7 +54,7 @@ class Job:
     encrypt: encrypt what the Coordinators and Communicators of the ranks send.
     restart_count: launches of the same job that have failed before this one.
     token: what the commands of several nodes prove to each other; command: what the first one was
-    given, for those that join it. secret: the launch secret, once the nodes have met.
+    given, on it and on those that join it. secret: the launch secret, once the nodes have met.
     ranks_of_nodes: ranks on each node, once they have met; empty for nprocs on each.
     """
 

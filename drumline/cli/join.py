@@ -8,7 +8,6 @@ why --insecure is not for this command.
 from __future__ import annotations
 
 import argparse
-import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -80,7 +79,7 @@ def _joined(options: argparse.Namespace, prog: str) -> argparse.Namespace:
 
     token = token_to_join(options)
     place = launcher.ask_to_join(options.address, token, options.node_rank or -1)
-    _show(place)
+    print(f"[launcher] {place}", file=sys.stderr, flush=True)
     words = list(place.command)
     if words[:1] == ["run"]:
         joined = parse(words, prog)
@@ -102,12 +101,6 @@ def _number(ranks: str | int) -> int:
     if not str(ranks).isdecimal() or int(ranks) == 0:
         raise ValueError(f"-n {ranks}: not a number of ranks, and nothing was started")
     return int(ranks)
-
-
-def _show(place: launcher.Invitation) -> None:
-    command = shlex.join(place.command)
-    text = f"node {place.node_rank} of {place.nnodes} runs what host {place.host} runs"
-    print(f"[launcher] {text}: drumline {command}", file=sys.stderr, flush=True)
 
 
 def _check_script(joined: argparse.Namespace) -> None:

@@ -193,7 +193,7 @@ def _stands_alone(word: str) -> bool:
 
 def with_token(job: Job, options: argparse.Namespace) -> Job:
     """The job of several nodes with its token; on the first node also with its address, and the
-    command for those that join it.
+    command for those that join it, which have that command, too.
 
     options: token, of one that was read before, or as of TOKEN_OPTIONS; command_line, master_addr
     and rdzv_endpoint. Raises ValueError without a token, or where this node has several addresses.
@@ -201,15 +201,18 @@ def with_token(job: Job, options: argparse.Namespace) -> Job:
     is_given = options.master_addr or getattr(options, "rdzv_endpoint", None)
     if job.node_rank == 0:
         address = job.master_addr if is_given else _address_for_others()
-        job = replace(job, master_addr=address, command=options.command_line)
+        job = replace(job, master_addr=address)
     elif not is_given:
         raise ValueError(f"node {job.node_rank} needs --master-addr ADDRESS, of the first node")
     port = job.master_port or ports.NODES_PORT
     place = job.master_addr if port == ports.NODES_PORT else endpoint(job.master_addr, port)
-    token = getattr(options, "token", None) or launch_token.of_node(
-        job.node_rank == 0, options.token_file, options.insecure, f"drumline join {place}"
-    )
-    return replace(job, token=token)
+    token, command = getattr(options, "token", None), options.command_line
+    if token is None:  # what it runs was not told to it by the first
+        command = command if job.node_rank == 0 else ()
+        token = launch_token.of_node(
+            job.node_rank == 0, options.token_file, options.insecure, f"drumline join {place}"
+        )
+    return replace(job, token=token, command=command)
 
 
 def _address_for_others() -> str:

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import math
 import os
+import shlex
 import socket
 import time
 from dataclasses import dataclass
@@ -56,6 +57,10 @@ class Invitation:
     nnodes: int
     host: str
     command: tuple[str, ...]
+
+    def __str__(self) -> str:
+        command = printable(f"drumline {shlex.join(self.command)}")
+        return f"node {self.node_rank} of {self.nnodes} runs what host {self.host} runs: {command}"
 
 
 class _Wait:
@@ -149,7 +154,8 @@ class NodeFollower:
             else:
                 self.close()
                 self._channel = connected_to_first(self._address, self._token, deadline)
-                node = NodeDescription.of(self.job.node_rank, self.job.nnodes, self.job.nprocs)
+                job = self.job
+                node = NodeDescription.of(job.node_rank, job.nnodes, job.nprocs, job.command)
                 _introduced(self._channel, node, self._place)
             self._is_joined = False  # if the following fails
             while self._attempt is None and self._end is None:
@@ -261,7 +267,7 @@ def ask_to_join(address: tuple[str, int], token: LaunchToken, node_rank: int = A
             with contextlib.closing(connected_to_first(address, token, wait.deadline)) as channel:
                 node = NodeDescription.of(node_rank, 0, 0)
                 answer = _introduced(channel, node, place)
-                words = tuple(str(printable(word)) for word in answer["command"])
+                words = tuple(map(str, answer["command"]))
                 host = str(printable(answer["host"]))
                 return Invitation(answer["node_rank"], answer["nnodes"], host, words)
         except NOT_YET as error:

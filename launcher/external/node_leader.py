@@ -87,7 +87,7 @@ class NodeLeader:
 
     def __init__(self, job: Job) -> None:
         self.job, self.port = job, job.master_port or ports.NODES_PORT
-        self.me = NodeDescription.of(0, job.nnodes, job.nprocs)
+        self.me = NodeDescription.of(0, job.nnodes, job.nprocs, job.command)
         self.selector = selectors.DefaultSelector()
         self._begun: list[int] | None = None  # the other nodes whose ranks were started last
         self._holder: socket.socket | None = None  # keeps the port of these ranks

@@ -12,11 +12,13 @@ first -> node   {"end": text, "code": 1}  the launch is over
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +37,8 @@ class NodeDescription:
 
     nnodes: 0 of a node that asks what to run.
 
-    host: its name. pid: of the command.
+    host: its name. pid: of the command. command: a hash of the first one's command, as this node
+    has it; "" of a node with a command of its own.
     """
 
     node_rank: int
@@ -44,16 +47,20 @@ class NodeDescription:
     version: str
     host: str
     pid: int
+    command: str
 
     @classmethod
-    def of(cls, node_rank: int, nnodes: int, nprocs: int) -> NodeDescription:
+    def of(
+        cls, node_rank: int, nnodes: int, nprocs: int, command: Sequence[str] = ()
+    ) -> NodeDescription:
         place = socket.gethostname(), os.getpid()
-        return cls(node_rank, nnodes, nprocs, launcher.__version__, *place)
+        digest = hashlib.sha256(json.dumps(command).encode()).hexdigest() if command else ""
+        return cls(node_rank, nnodes, nprocs, launcher.__version__, *place, digest)
 
     @classmethod
     def from_json(cls, values: Any) -> NodeDescription:
         """Raises ValueError for anything else than a description."""
-        types = {"version": str, "host": str}
+        types = {"version": str, "host": str, "command": str}
         fields = cls.__dataclass_fields__
         has_fields = isinstance(values, dict) and values.keys() == fields.keys()
         if not has_fields or any(type(values[f]) is not types.get(f, int) for f in fields):
@@ -70,6 +77,8 @@ class NodeDescription:
             here, there = getattr(self, field), getattr(other, field)
             if here != there and there != 0:
                 return f"{name} is {here!r} on {self} and {there!r} on {other}"
+        if other.command not in ("", self.command):
+            return f"{other} joined a first node that ran another command, and has ended since"
         return ""
 
 

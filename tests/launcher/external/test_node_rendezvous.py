@@ -241,6 +241,58 @@ def test_nodes_are_numbered_as_they_come_and_a_number_that_was_left_is_given_aga
     assert not any(answer["problem"] for answer in answers)
 
 
+def test_a_node_that_waited_for_a_command_that_has_ended_does_not_join_the_next_one():
+    """Its ranks ran with the arguments of the first command, beside those of the second."""
+    with leading(command=("run", "who.py", "new")):
+        problems = [
+            problem_of(NodeDescription.of(1, 3, 2, ("run", "who.py", word)))
+            for word in ("old", "new")
+        ]
+    assert "ran another command, and has ended since" in problems[0] and not problems[1]
+
+
+def test_a_node_more_than_there_are_places_is_told():
+    with leading(nnodes=2) as leader, connected() as channel:
+        channel.send(node=vars(NodeDescription.of(1, 2, 2)))
+        channel.next(10)
+        assert not leader.missing
+        problem = problem_of(NodeDescription.of(ASKS, 0, 0))
+    assert problem == "all 2 nodes of the launch are there"
+
+
+def test_what_a_node_runs_is_what_the_first_was_given_and_is_shown_as_text():
+    """A line's end in an argument was a question mark on all machines but the first."""
+    words = ("run", "who.py", "a\nb\t\u00a0c", "\udcff")
+    with leading(command=words):
+        place = node_follower.ask_to_join(("127.0.0.1", PORT), TOKEN)
+    assert place.command == words and "drumline run who.py 'a?b??c' '?'" in str(place)
+
+
+def test_nodes_that_wait_hear_of_ctrl_c_at_the_first(quick, monkeypatch):
+    """They waited for its return until their deadline, five minutes."""
+
+    def interrupted_once_a_node_waits(leader, _):
+        while not leader.nodes:
+            leader.step(0.05)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(node_leader.NodeLeader, "meet", interrupted_once_a_node_waits)
+    nodes = Nodes()
+    nodes.start(0, 1)
+    for thread in nodes.threads:
+        thread.join(10)
+    assert "stopped by SIGINT" in str(nodes.outcomes[0])
+    assert "the command of the first node was stopped by SIGINT" in str(nodes.outcomes[1])
+
+
+def test_machines_that_are_missing_are_not_told_to_join_without_a_token(quick):
+    """`drumline join` obeys nobody who has proved no token."""
+    first = node_leader.NodeLeader(job(0, token=LaunchToken.insecure()))
+    with contextlib.closing(first), pytest.raises(errors.LaunchTimeout) as caught:
+        first.meet(0.1)
+    assert "Type the same command with its own --node-rank" in str(caught.value)
+
+
 # ---- strangers: they have the port, the addresses and the launch id, and not the token ----
 
 
