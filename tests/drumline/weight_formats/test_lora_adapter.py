@@ -25,7 +25,8 @@ from tests.drumline.checkpoint.test_copy_check import change_byte
 from tests.drumline.conftest import GPT2
 
 LINEAR = ("q_proj", "v_proj", "down_proj", "lm_head")
-SOON_S = 10  # a pattern that explodes or a size that lies takes minutes; a busy machine takes seconds
+# A pattern that explodes or a size that lies takes minutes; a busy machine takes seconds.
+SOON_S = 10
 
 
 def make_adapter(folder, model, targets, dtype=torch.float32, r=4, **settings):
