@@ -17,8 +17,11 @@ def test_no_ceiling_is_left_of_a_folder_that_is_gone():
     ("text", "size"),
     [
         ('"""Of the module."""\n\n# a comment\nx = 1\n', (1, 3)),
-        ('def f():\n    """What it does."""\n    return "text"  # a word\n', (2, 7)),
+        ('def f():\n    """A text."""\n    return "text"  # a word\n', (2, 7)),
         ("x = [\n    1,\n]\n", (3, 6)),
+        ("x = f'{a!r} {f\"{b}\":>9} c' 'd'\n", (1, 4)),
+        ('x = f"""\n{a}\n\n"""\n', (4, 3)),
+        ("x(\n    f'{a}'\n    f'{b}{c}', d,\n)\n", (3, 6)),
     ],
 )
 def test_what_is_written_for_readers_does_not_count(text, size):

@@ -3,8 +3,8 @@
 python -m tests.programs.budget            # the table; 1 if a folder is over its ceiling
 python -m tests.programs.budget --write    # the sizes become the ceilings
 
-Comments, docstrings and blank lines do not count. Tokens do as well as lines, so that density does
-not pass for smallness.
+Comments, blank lines and text that begins a line, as docstrings do, do not count. Tokens do as well
+as lines, so that density does not pass for smallness.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ LAYOUT = (
     tokenize.ENCODING,
     tokenize.ENDMARKER,
 )
+# An f-string is one token before Python 3.12, and from there on one for each of its parts.
+FSTRING_START, FSTRING_END = (getattr(tokenize, f"FSTRING_{end}", None) for end in ("START", "END"))
 NATIVE_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 NATIVE_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|\w+|[^\w\s]')
 
@@ -38,17 +40,19 @@ Size = tuple[int, int]
 
 def python_size(text: str) -> Size:
     lines: set[int] = set()
-    num_tokens, begins = 0, True
+    num_tokens, begins, depth, counts = 0, True, 0, True
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type in LAYOUT:
             begins = begins or token.type != tokenize.COMMENT
             continue
-        if begins and token.type == tokenize.STRING:  # a statement of its own: a docstring
-            begins = False
-            continue
+        depth -= token.type == FSTRING_END
+        if depth == 0 and token.type != FSTRING_END:
+            counts = not (begins and token.type in (tokenize.STRING, FSTRING_START))
+            num_tokens += counts
+        depth += token.type == FSTRING_START
         begins = False
-        num_tokens += 1
-        lines.update(range(token.start[0], token.end[0] + 1))
+        if counts:
+            lines.update(range(token.start[0], token.end[0] + 1))
     return len(lines), num_tokens
 
 

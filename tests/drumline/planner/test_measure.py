@@ -100,8 +100,8 @@ def test_auto_gives_a_slow_host_few_layers_and_equal_hosts_the_same(
 
 def test_a_host_that_stands_still_most_of_the_time_is_not_as_fast_as_its_best_round():
     """A cgroup with 0.3 of a core runs for 30 ms of 100, and then was as fast as a whole one."""
-    throttled = [*[0.005] * 5, 0.075] * 4
-    assert best_window(throttled) == pytest.approx(0.1 / 6, rel=0.01)
+    throttled = [*[0.005] * 5, 0.08] * 4
+    assert best_window(throttled) == pytest.approx(0.105 / 6, rel=0.01)
     disturbed = [0.005] * 60 + [0.3] + [0.005] * 10
     assert best_window(disturbed) == pytest.approx(0.005)
     assert best_window([0.5, 0.4]) == 0.4 and best_window([0.01]) == 0.01
