@@ -1,10 +1,13 @@
 // Objects of Python in threads without the GIL; exceptions that outlive the call that raised them.
 #pragma once
 
+#include <cxxabi.h>
 #include <torch/csrc/utils/pybind.h>
+#include <unistd.h>
 
 #include <exception>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -17,12 +20,24 @@ inline bool is_python_finalized() {
 #endif
 }
 
+// Runs a body with the GIL, in a thread that Python may not know. When the interpreter ends, Python
+// before 3.14 ends such a thread where it next asks for the GIL; what would unwind needs the GIL,
+// so the thread stays there, as with later Pythons.
+template <class Body>
+auto with_gil(Body body) {
+    std::optional<py::gil_scoped_acquire> gil;
+    try {
+        gil.emplace();
+        return body();
+    } catch (const abi::__forced_unwind&) {
+        for (;;) pause();
+    }
+}
+
 // An object that may be let go of without the GIL.
 inline std::shared_ptr<py::object> share(py::object object) {
     return {new py::object(std::move(object)), [](py::object* shared) {
-                if (is_python_finalized()) return;
-                py::gil_scoped_acquire gil;
-                delete shared;
+                if (!is_python_finalized()) with_gil([shared] { delete shared; });
             }};
 }
 
@@ -64,14 +79,15 @@ using ErrorPointer = std::shared_ptr<const PythonError>;
 // Runs a body of Python with the GIL; the error it raised, or NULL.
 template <class Body>
 ErrorPointer run_python(Body body) {
-    py::gil_scoped_acquire gil;
-    try {
-        body();
-        return nullptr;
-    } catch (const py::error_already_set& error) {
-        return std::make_shared<const PythonError>(error);
-    } catch (const std::exception& error) {
-        py::object type = py::reinterpret_borrow<py::object>(PyExc_RuntimeError);
-        return std::make_shared<const PythonError>(type(error.what()));
-    }
+    return with_gil([&body]() -> ErrorPointer {
+        try {
+            body();
+            return nullptr;
+        } catch (const py::error_already_set& error) {
+            return std::make_shared<const PythonError>(error);
+        } catch (const std::exception& error) {
+            py::object type = py::reinterpret_borrow<py::object>(PyExc_RuntimeError);
+            return std::make_shared<const PythonError>(type(error.what()));
+        }
+    });
 }

@@ -6,6 +6,8 @@ and receives in programs/p2p_programs.py.
 
 import functools
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,35 @@ def test_ranks_that_torchrun_restarts_meet_again(warm, commands, tmp_path):
     done = warm.run(*start, *options, script, env=commands)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sum 6") == 2
+
+
+# Its queue's thread is in a call, of a tensor with gaps, which goes through Python.
+LEFT = """
+import os, sys, time, torch, torch.distributed as dist
+class Last:
+    def __del__(self, open=os.open, path=sys.argv[3], flags=os.O_CREAT, sleep=time.sleep):
+        open(path, flags)
+        sleep(2)
+rank = int(sys.argv[1])
+dist.init_process_group("drumline", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+tensor = torch.ones(4, 6)[::2]
+dist.all_reduce(tensor)
+if rank == 0:
+    sys.last, work = Last(), dist.all_reduce(tensor, async_op=True)
+else:
+    while not os.path.exists(sys.argv[3]):
+        time.sleep(0.01)
+    time.sleep(0.5)
+    dist.all_reduce(tensor)
+    os._exit(int(tensor.sum()) != 48)
+"""
+
+
+def test_an_interpreter_may_end_while_a_call_of_its_group_runs(tmp_path):
+    """The thread was ended as it asked for the GIL, and what it unwound aborted the process."""
+    command = [sys.executable, "-c", LEFT]
+    ranks = [
+        subprocess.Popen([*command, str(rank), tmp_path / "store", tmp_path / "ending"])
+        for rank in range(2)
+    ]
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
