@@ -157,6 +157,7 @@ class WarmParent:
             "PATH": path,
             "PYTHON_EXEC": str(folder / "python"),
             "WARM_PARENT": _address(self._pid),
+            "COLD_PYTHON": sys.executable,
         }
 
     def close(self) -> None:

@@ -17,6 +17,8 @@ SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 def main() -> int:
     words = STARTS[os.path.basename(sys.argv[0])] + sys.argv[1:]
+    if "PMI_FD" in os.environ:  # inherited from mpiexec, which the warm parent was not started by
+        os.execv(python := os.environ["COLD_PYTHON"], [python, *words])
     host = os.readlink("/proc/self/ns/net")
     request = {"argv": words, "env": dict(os.environ), "cwd": os.getcwd(), "host": host}
     reading, writing = os.pipe()
