@@ -13,6 +13,7 @@ from launcher.authentication import launch_token
 from launcher.authentication.launch_token import LaunchToken
 from launcher.external.node_messages import endpoint
 from launcher.job import LOOPBACK, Job
+from launcher.launch_info import MAX_PORT
 from launcher.system import host_addresses
 
 OPTIONS_WITHOUT_VALUE = (
@@ -152,13 +153,14 @@ PATIENCE_OPTION: dict[str, Any] = {
 
 
 def endpoint_of(text: str) -> tuple[str, int]:
-    """The address and port of "host:port"; port 0 if there is none."""
+    """The address and port of "host:port"; port 0 if there is none, as in "fd00::5"."""
     host, colon, port = text.rpartition(":")
-    if not colon or text.endswith("]"):
+    if not colon or text.endswith("]") or host_addresses.is_ipv6(text):
         host, port = text, "0"
-    if not (host and port.isascii() and port.isdigit()):
+    host, is_number = host.strip("[]"), port.isascii() and port.isdigit()
+    if not (host and is_number and int(port) <= MAX_PORT):
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
-    return host.strip("[]"), int(port)
+    return host, int(port)
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

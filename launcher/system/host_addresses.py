@@ -33,6 +33,13 @@ def local_address_for(family: int, address: tuple[Any, ...]) -> str:
         return str(probe.getsockname()[0])
 
 
+def is_ipv6(text: str) -> bool:
+    try:
+        return bool(socket.inet_pton(socket.AF_INET6, text.partition("%")[0]))
+    except (OSError, ValueError):
+        return False
+
+
 def _interface_addresses() -> list[tuple[socket.AddressFamily, str]]:
     """The addresses of real interfaces: a bridge is inside this host."""
     names = [name for _, name in socket.if_nameindex() if name != "lo" and not _is_bridge(name)]

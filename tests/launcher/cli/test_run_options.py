@@ -87,6 +87,9 @@ def test_spellings_of_torchrun_mean_the_same():
         ("n0:29500", ("n0", 29500)),
         ("[fd00::1]:29500", ("fd00::1", 29500)),
         ("[fd00::1]", ("fd00::1", 0)),
+        ("fd00::1", ("fd00::1", 0)),  # as `drumline join` is advised on the first machine
+        ("fe80::1%eth0", ("fe80::1%eth0", 0)),
+        ("::1:29500", ("::1", 29500)),  # as torchrun takes it
         ("n0", ("n0", 0)),
     ],
 )
@@ -95,7 +98,7 @@ def test_a_rendezvous_endpoint_is_the_master_address_and_port(text, place):
     assert (job.master_addr, job.master_port) == place
 
 
-@pytest.mark.parametrize("text", ["n0:http", ":29500", ""])
+@pytest.mark.parametrize("text", ["n0:http", "n0:65536", ":29500", "[]:29500", ""])
 def test_a_malformed_rendezvous_endpoint_is_wrong_usage(text, capsys):
     with pytest.raises(SystemExit):
         cli.parse(["run", "--rdzv-endpoint", text, "script.py"])
