@@ -102,20 +102,25 @@ def _check_characters(drawn: str) -> str:
 def take(environ: MutableMapping[str, str]) -> LaunchToken | None:
     """Take the token out of environ; None if there is none.
 
-    It is removed from the environment of this process and its children, and from what /proc shows.
     Raises ValueError that names the variable.
     """
-    texts = {name: environ[name] for name in (VARIABLE, OLD_VARIABLE) if name in environ}
-    for name in texts:
-        if environ is os.environ:
-            linux.erase_variable(name)
-        del environ[name]
-    for name, text in texts.items():
+    for name, text in forget(environ).items():
         try:
             return LaunchToken.parse(text)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     return None
+
+
+def forget(environ: MutableMapping[str, str]) -> dict[str, str]:
+    """Remove the variables of a token from the environment of this process and its children, and
+    from what /proc shows; what they were."""
+    texts = {name: environ[name] for name in (VARIABLE, OLD_VARIABLE) if name in environ}
+    for name in texts:
+        if environ is os.environ:
+            linux.erase_variable(name)
+        del environ[name]
+    return texts
 
 
 def read_file(path: str) -> LaunchToken:

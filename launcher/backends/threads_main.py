@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import os
 import signal
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
+from launcher.authentication import launch_token
 from launcher.errors import LaunchError, LaunchInterrupted, interrupted
 from launcher.external import rank_main
 from launcher.job import Job, Target
@@ -47,6 +49,7 @@ def main(text: str) -> int:
     fields = json_values.loads(text)
     job = Job(**{**fields, "target": Target(*fields["target"]), "args": tuple(fields["args"])})
     logs, began_s = Path(str(job.results_dir), rank_main.LOGS), time.monotonic()
+    launch_token.forget(os.environ)  # the threads draw a secret of their own
     faulthandler.enable()
     log_setup.configure()
     mpi_import_check.install("the ranks, threads of one process", job.nprocs)

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from launcher import detection, target
+from launcher.authentication import launch_token
 from launcher.job import Job
 from launcher.launch_info import CHOICE, LaunchInfo
 from launcher.records import json_values, pipe_records
@@ -83,6 +84,7 @@ def _setup_child(setup: RankSetup, job: Job, server: int) -> None:
     # Only now: handlers and pipes are in place, and what is pending is delivered at once.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_IN_FORK)
     os.environ.pop(CHOICE, None)
+    launch_token.forget(os.environ)  # of other launches
     rank_environment.set_variables(setup.info, setup.torch_port, job.restart_count)
     if setup.cpus:
         os.sched_setaffinity(0, setup.cpus)

@@ -1,6 +1,7 @@
 """Scripts written for other tools run unchanged, as ranks of one world."""
 
 import os
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -8,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from launcher import LaunchInfo, ports
+from launcher.authentication.launch_token import LaunchToken
 from launcher.backends import torchrun
 from launcher.runtime import rank_environment
 from launcher.system import linux, nesting
+from tests.cases import soak
 
 PROGRAMS = Path(__file__).parents[1] / "programs" / "of_other_tools"
 
@@ -76,6 +79,21 @@ def test_a_process_says_that_mpi4py_does_not_see_the_ranks(run, launcher, num_pr
     lines = [line for line in ended.stderr.splitlines() if "mpi4py sees a world of 1" in line]
     assert len(lines) == num_processes, ended.stderr
     assert all("--launcher mpi" in line for line in lines), ended.stderr
+
+
+@pytest.mark.parametrize("launcher", ["multiprocessing", "threads", soak("torchrun")])
+def test_no_rank_and_no_child_of_one_has_a_token_or_secret_in_its_environment(command, launcher):
+    """Those that were set for other launches stayed, and threads had one that nobody used."""
+    script = command.script(
+        "import subprocess, launcher\n"
+        "launcher.current()\n"
+        "print('child', subprocess.run(['env'], capture_output=True).stdout)\n"
+        "print('proc', open('/proc/self/environ', 'rb').read())\n"
+    )
+    secrets = {"DRUMLINE_TOKEN": str(LaunchToken.draw()), "DRUMLINE_SECRET": "5e" * 32}
+    ended = command.run("run", "--launcher", launcher, "-n", "2", script, env=secrets, timeout=100)
+    assert ended.code == 0 and ended.out.count("child b'") == ended.out.count("proc b'") == 2
+    assert not re.search(r"(TOKEN|SECRET)=[^-]", ended.out), ended.out
 
 
 def test_the_user_decides_whether_accelerate_uses_the_cpu(monkeypatch):
