@@ -13,9 +13,14 @@ PyObject* torch_dispatch_of_tensor;
 PyObject* requires_grad;  // the descriptor, and how it is read
 descrgetfunc get_requires_grad;
 PyObject* is_grad_enabled;
-PyObject* is_neg;
-PyCFunction fast_is_neg;
 PyObject* op_names[5];
+
+// Views whose numbers are changed only when they are read; a complex tensor may be either.
+struct LazyView {
+    const char *question, *answer;
+    PyObject* ask;
+    PyCFunction ask_fast;
+} lazy_views[] = {{"is_neg", "resolve_neg", NULL, NULL}, {"is_conj", "resolve_conj", NULL, NULL}};
 
 PyObject* import_attribute(const char* module, const char* first, const char* second) {
     PyObject* object = PyImport_ImportModule(module);
@@ -63,7 +68,6 @@ PyCFunction c_method(PyObject* object, const char* name) {
 
 int load_flags() {
     requires_grad = import_attribute("torch", "Tensor", "requires_grad");
-    is_neg = import_attribute("torch", "Tensor", "is_neg");
     is_grad_enabled = import_attribute("torch", "is_grad_enabled", NULL);
     PyObject* empty = import_attribute("torch", "empty", NULL);
     PyObject* tensor = empty == NULL ? NULL : PyObject_CallFunction(empty, "i", 0);
@@ -71,7 +75,10 @@ int load_flags() {
     if (tensor == NULL || PyErr_Occurred()) return -1;
     get_requires_grad =
         reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(requires_grad), Py_tp_descr_get));
-    fast_is_neg = c_method(tensor, "is_neg");
+    for (LazyView& lazy : lazy_views) {
+        lazy.ask = import_attribute("torch", "Tensor", lazy.question);
+        lazy.ask_fast = c_method(tensor, lazy.question);
+    }
     Py_DECREF(tensor);
     if (get_requires_grad != NULL) return 0;
     PyErr_SetString(PyExc_ImportError,
@@ -147,19 +154,24 @@ void add_to_cache(PlainTensorCache* cache, PyObject* object) {
     Py_XDECREF(old);
 }
 
-// Refuses a lazy negative, such as the imaginary part of x.conj(): its memory has the other sign.
-int check_sign(const CallSite& site, PyObject* object) {
+// Refuses a lazy view, such as x.conj() or its imaginary part: its memory has other signs.
+int check_signs(const CallSite& site, PyObject* object, bool complex) {
     if (is_cached(*site.plain_tensors, object)) return 0;
-    PyObject* negative = fast_is_neg != NULL ? fast_is_neg(object, NULL)
-                                             : PyObject_CallFunctionObjArgs(is_neg, object, NULL);
-    if (negative == NULL) return -1;
-    Py_DECREF(negative);
-    if (negative == Py_False) return add_to_cache(site.plain_tensors, object), 0;
-    PyErr_Format(PyExc_ValueError,
-                 "%s, %s: the tensor is a view whose numbers are negated only when they are "
-                 "read, so peers would get them with the wrong sign. Pass tensor.resolve_neg()",
-                 site.me, site.call);
-    return -1;
+    for (int i = 0; i <= complex; ++i) {
+        const LazyView& lazy = lazy_views[i];
+        PyObject* flag = lazy.ask_fast != NULL
+                             ? lazy.ask_fast(object, NULL)
+                             : PyObject_CallFunctionObjArgs(lazy.ask, object, NULL);
+        if (flag == NULL) return -1;
+        Py_DECREF(flag);
+        if (flag == Py_False) continue;
+        PyErr_Format(PyExc_ValueError,
+                     "%s, %s: the tensor is a view whose numbers are changed only when they are "
+                     "read, so others would get the wrong ones. Pass tensor.%s()",
+                     site.me, site.call, lazy.answer);
+        return -1;
+    }
+    return add_to_cache(site.plain_tensors, object), 0;
 }
 
 // A tensor that torch does not export. torch's own error holds a C++ stack trace; ours is made in
@@ -359,7 +371,7 @@ int read_tensor(const CallSite& site, PyObject* object, TensorView* view) {
     view->ndim = tensor.ndim;
     view->shape = tensor.shape;
     if (tensor.data == NULL && view->numel != 0) return refuse_unreadable(site, object);
-    return check_grad(site, object) < 0 ? -1 : check_sign(site, object);
+    return check_grad(site, object) < 0 ? -1 : check_signs(site, object, is_complex(view->dtype));
 }
 
 int current_stream(const CallSite& site, comm_stream* stream) {

@@ -108,6 +108,20 @@ def test_dtypes_that_differ_in_name_alone_are_told_apart(trio):
     assert trio(body) == [None] * 3
 
 
+@pytest.mark.parametrize("lazy", ["conj", "neg"])
+def test_views_that_change_their_numbers_are_refused_over_every_backend(trio, lazy):
+    """Shared memory gathered x.conj() as x."""
+
+    def body(comm):
+        numbers = torch.ones(3, 4, dtype=torch.complex64)
+        own = numbers.conj() if lazy == "conj" else torch._neg_view(numbers)
+        for name in ("allreduce", "broadcast", "reduce", "allgather", "gather", "reduce_scatter"):
+            with pytest.raises(ValueError, match=f"resolve_{lazy}"):
+                getattr(comm, name)(own)
+
+    assert trio(body) == [None] * 3
+
+
 def test_a_dtype_that_no_backend_knows_is_refused(trio):
     def body(comm):
         packed = torch.ones(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
