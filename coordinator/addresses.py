@@ -54,11 +54,11 @@ def _resolve(info: LaunchInfo) -> list[Address]:
         records = socket.getaddrinfo(
             host.encode() if host.isascii() else host, info.master_port, type=socket.SOCK_STREAM
         )
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:  # a name that is too long, too
         raise CoordinatorError(
             f"rank {info.rank} (host {socket.gethostname()}) does not know where "
-            f"{info.master_addr!r} is ({error.strerror}), so it cannot reach rank 0. Give an "
-            "address that every host knows with --master-addr."
+            f"{info.master_addr!r} is ({getattr(error, 'strerror', error)}), so it cannot reach "
+            "rank 0. Give an address that every host knows with --master-addr."
         ) from error
     return [(family, address) for family, _, _, _, address in records]
 

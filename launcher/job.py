@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from launcher import timings
 from launcher.authentication.launch_token import LaunchToken
-from launcher.launch_info import MAX_PORT
+from launcher.launch_info import MAX_PORT, is_plain_text
 from launcher.records import json_values
 
 LOOPBACK = "127.0.0.1"
@@ -110,10 +110,9 @@ class Job:
             yield f"a timeout of {self.timeout_s} s is not positive"
         if self.timeout_s is not None and self.timeout_s > timings.TIMINGS.longest_timeout_s:
             yield f"a timeout of {self.timeout_s} s is over a year (leave it out for none)"
-        if not self.launch_id or "\0" in self.launch_id:
-            yield "a launch id must not be empty, and have no NUL"
-        if self.launch_id != self.launch_id.encode(errors="ignore").decode():
-            yield f"the launch id {self.launch_id!r} cannot be encoded as UTF-8"
+        for name, text in {"launch id": self.launch_id, "master address": self.master_addr}.items():
+            if not text or not is_plain_text(text):
+                yield f"the {name} {text[:99]!r} must be UTF-8, not be empty, and have no NUL"
 
     @property
     def world_size(self) -> int:

@@ -6,6 +6,7 @@ print(info.rank, "of", info.world_size)
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -23,6 +24,7 @@ SETTINGS = (LOG_LEVEL, TIME_SCALE, PATIENCE)  # of the user, for every process o
 CHOICE = ENV_PREFIX + "LAUNCHER"  # names the launcher to detect, where variables of several are set
 ENCRYPT_VARIABLE = ENV_PREFIX + "ENCRYPT"  # by which a backend launcher's ranks learn of it
 MAX_PORT = 65535
+MAX_DIGITS = 18  # of a number; Python refuses to read one of thousands
 
 
 class LaunchInfoError(ValueError):
@@ -97,7 +99,7 @@ class LaunchInfo:
         try:
             values = json.loads(data)
             return cls(**values)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise LaunchInfoError(f"not a LaunchInfo: {data[:200]!r}: {error}") from error
 
     def to_env(self) -> dict[str, str]:
@@ -127,23 +129,26 @@ class LaunchInfo:
 
 
 def _parse(texts: Mapping[str, str], names: Mapping[str, str]) -> LaunchInfo:
-    values: dict[str, object] = dict(texts)
-    try:
-        for name in ("world_size", "local_world_size", "rank", "local_rank", "master_port"):
-            values[name] = integer(texts[name], names[name])
+    values: dict[str, object] = {**texts, "extras": None}
+    for name in ("world_size", "local_world_size", "rank", "local_rank", "master_port"):
+        values[name] = integer(texts[name], names[name])
+    with contextlib.suppress(ValueError, RecursionError):
         values["extras"] = json.loads(texts["extras"])
-        if not isinstance(values["extras"], dict):
-            raise ValueError(f"{names['extras']}={texts['extras']!r} is not a JSON object")
-    except ValueError as error:
-        raise LaunchInfoError(f"{error}; the LaunchInfo in the environment is invalid") from error
+    if not isinstance(values["extras"], dict):
+        raise LaunchInfoError(f"{names['extras']}={texts['extras'][:99]!r} is not a JSON object")
     return LaunchInfo(**values)  # type: ignore[arg-type]
 
 
 def integer(text: str, variable: str) -> int:
     """The value of a plain decimal number; the error names the variable."""
-    if not text.isascii() or not text.isdigit():
-        raise LaunchInfoError(f"{variable}={text!r} is not a number")
+    if not text.isascii() or not text.isdigit() or len(text) > MAX_DIGITS:
+        raise LaunchInfoError(f"{variable}={text[:99]!r} is not a number")
     return int(text)
+
+
+def is_plain_text(text: str) -> bool:
+    """True if a text can be sent, and given to C: it is UTF-8 and has no NUL."""
+    return "\0" not in text and text == text.encode(errors="ignore").decode()
 
 
 def _problems(info: LaunchInfo) -> Iterator[str]:
@@ -154,8 +159,8 @@ def _problems(info: LaunchInfo) -> Iterator[str]:
     for name in ("launch_id", "master_addr"):
         if not (isinstance(value := getattr(info, name), str) and value):
             yield f"{name} must be a non-empty string"
-    if "\0" in info.launch_id:
-        yield "launch_id must have no NUL in it"
+        elif not is_plain_text(value):
+            yield f"{name}={value[:99]!r} must be UTF-8 and have no NUL in it"
     if info.world_size < 1:
         yield "world_size must be at least 1"
     if not 0 <= info.rank < info.world_size:

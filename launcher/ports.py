@@ -61,7 +61,7 @@ def candidates(launch_id: str) -> list[int]:
 
     Ephemeral ports of this node come last: an outgoing connection may take them at any time.
     """
-    digest = hashlib.blake2b(launch_id.encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(launch_id.encode(errors="surrogatepass"), digest_size=8).digest()
     first = FIRST_PORT + int.from_bytes(digest, "big") % (END_PORT - FIRST_PORT)
     all_ports = [*range(first, END_PORT), *range(FIRST_PORT, first)]
     ephemeral = linux.ephemeral_ports()

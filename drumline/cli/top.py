@@ -35,6 +35,7 @@ MIN_DIFFERENCE = 0.25  # of the share of looks in which a rank waits
 HOSTS_WAIT_S = 10.0  # for the ranks of other hosts, where the output is not a terminal
 PLAIN_WIDTH = 160  # where the output is not a terminal
 MAX_OPERATIONS = 3  # of a rank that are shown
+MAX_PID_DIGITS = 10  # proc_sys_kernel(5): a pid is below 2^22
 KEYS = "s stacks   d dump to a file   t trace the next 5 s   q quit"
 COLUMNS = (
     *("rank", "host", "state", "pid", "call", "line", "for"),
@@ -275,7 +276,8 @@ def _is_named(launch: str | None, launch_id: str, ranks: Sequence[rank_view.View
     if launch is None or launch_id == launch:
         return True
     pids = {rank.peer.pid for rank in ranks}
-    return launch.isdigit() and bool(pids & {int(launch), *launcher.linux.descendants(int(launch))})
+    is_pid = launch.isdecimal() and len(launch) < MAX_PID_DIGITS
+    return is_pid and bool(pids & {int(launch), *launcher.linux.descendants(int(launch))})
 
 
 @contextlib.contextmanager

@@ -120,7 +120,7 @@ def leftovers() -> Iterator[Finding]:
 def _is_stale(folder: Path) -> bool:
     """True if it is this user's, and the launcher whose pid is in its name has ended."""
     pid = folder.name.split("-")[2]
-    return _is_own(folder) and not (pid.isdigit() and linux.process_stat(int(pid)))
+    return _is_own(folder) and not (pid.isdecimal() and linux.process_stat(int(pid)))
 
 
 def _is_own(path: Path) -> bool:

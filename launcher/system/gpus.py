@@ -106,7 +106,7 @@ def _devices(nvml: Any, handle: Any) -> Iterator[GpuDevice]:
 def _selected(text: str, gpus: list[GpuDevice]) -> Iterator[GpuDevice]:
     whole = [gpu for gpu in gpus if not gpu.parent]
     for part in map(str.strip, text.split(",")):
-        if part.isdigit():
+        if part.isdecimal():
             matches = whole[int(part) : int(part) + 1]
         else:
             matches = [gpu for gpu in gpus if part and gpu.uuid.startswith(part)]

@@ -69,6 +69,13 @@ def test_every_interface_is_no_address_of_rank_0(rank, address):
         Coordinator(launch, timeout_s=1)
 
 
+def test_a_name_that_no_host_can_have_is_an_error():
+    """One outside of ASCII was a UnicodeError of the codec."""
+    launch = LaunchInfo("pieces", 2, 1, 1, 0, "ü" * 99, 4711)
+    with pytest.raises(CoordinatorError, match=r"does not know where 'ü+' is"):
+        Coordinator(launch, timeout_s=1)
+
+
 def test_a_link_local_address_joins_no_nodes():
     """Rank 0 once failed to listen with a bare OSError, and the others waited for it."""
     launch = LaunchInfo("pieces", 2, 1, 0, 0, "fe80::1%lo", 4711)

@@ -21,8 +21,10 @@ from launcher import launch_job, registry
         ({"preload": "torch"}, "preload must be a sequence of the names of modules, not 'torch'"),
         ({"preload": [1]}, "preload must be"),
         ({"launch_id": 5}, "launch_id must be a string, not 5"),
-        ({"launch_id": ""}, "must not be empty"),
-        ({"launch_id": "\udc80"}, "UTF-8"),
+        ({"launch_id": ""}, "not be empty"),
+        ({"launch_id": "\udc80"}, "launch id .* UTF-8"),
+        ({"master_addr": "\udc80"}, "master address .* UTF-8"),
+        ({"master_addr": ""}, "must be UTF-8, not be empty"),
     ],
 )
 @pytest.mark.parametrize("name", ["multiprocessing", "threads"])

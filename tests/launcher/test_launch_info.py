@@ -50,11 +50,16 @@ def test_launch_info_can_be_deep_copied(info):
     assert copy.deepcopy([info]) == [info] and copy.copy(info) == info
 
 
-@pytest.mark.parametrize("extras", ["[1]", "[]", "5", "null", "{"])
+@pytest.mark.parametrize("extras", ["[1]", "[]", "5", "null", "{", "[" * 60_000])
 def test_extras_that_are_no_json_object_are_an_error(extras):
     environ = LaunchInfo("x").to_env() | {"DRUMLINE_EXTRAS": extras}
     with pytest.raises(launcher.LaunchInfoError):
         LaunchInfo.from_env(environ)
+
+
+def test_bytes_that_nest_without_end_are_no_launch_info():
+    with pytest.raises(launcher.LaunchInfoError, match="not a LaunchInfo"):
+        LaunchInfo.from_bytes(b"[" * 60_000)
 
 
 @pytest.mark.parametrize("text", ["", "zz", "ab", "ab" * 31, "é" * 64])
@@ -84,6 +89,9 @@ def test_an_incomplete_launch_info_names_the_missing_variables(info, data):
         {"master_port": 0},
         {"master_port": 65536},
         {"launch_id": ""},
+        {"launch_id": "a\0"},
+        {"launch_id": "\udcff"},
+        {"master_addr": "\udcff"},
         {"rank": "0"},
         {"extras": {"a": 1}},
     ],

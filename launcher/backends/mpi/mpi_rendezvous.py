@@ -34,7 +34,7 @@ def name_from_pmi(environ: Mapping[str, str]) -> str:
             pid, _, _ = UCRED.unpack(
                 pmi.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
             )
-    except (KeyError, ValueError, OSError):
+    except (KeyError, ValueError, OverflowError, OSError):
         return ""
     stat = linux.process_stat(pid)
     return f"mpi-{socket.gethostname()}-{pid}-{stat.start_time}" if stat else ""

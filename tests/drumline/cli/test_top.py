@@ -209,6 +209,7 @@ def test_memory_of_dumps_that_were_read_is_given_back():
     os.close(fd)
 
 
-def test_what_is_no_launch_is_named(capsys):
-    assert main(["top", "nothing"]) == 1
+@pytest.mark.parametrize("name", ["nothing", "²", "9" * 5000])
+def test_what_is_no_launch_is_named(capsys, name):
+    assert main(["top", name]) == 1
     assert "aunch" in capsys.readouterr().err

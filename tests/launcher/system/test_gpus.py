@@ -60,6 +60,7 @@ def three_gpus(monkeypatch, tmp_path):
         ("GPU-aa", []),
         (f"MIG-{C}-1", [f"MIG-{C}-1"]),
         ("nonsense", []),
+        ("²", []),
     ],
 )
 def test_visible_devices_are_read_as_cuda_reads_them(three_gpus, setting, expected):
