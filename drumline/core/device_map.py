@@ -8,8 +8,13 @@ print(DeviceMap({"layers.0": (0, "cpu")}, {"layers.0": 12}, {(0, "cpu"): 20}))
 from __future__ import annotations
 
 import json
+import operator
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+from drumline.errors import PlanError
 
 Place = tuple[int, str]
 """The location of a module: a rank, and a device such as "cuda:1" or "cpu", or "disk".
@@ -19,6 +24,26 @@ loaded to the rank's first device while they run.
 """
 
 KINDS_OF_DEVICE = ("cpu", "disk")
+DEVICE = re.compile(r"[a-z]\w*(:[0-9]{1,9})?")
+
+
+def place_of(value: Any, places: Iterable[Place], setting: str) -> Place:
+    """The place that is meant by it, by a device of rank 0, or by a rank: its first device.
+
+    places: of all ranks. setting: what has the value, for the PlanError if it means none.
+    """
+    if isinstance(value, int):
+        return next((place for place in places if place[0] == value), (value, "cpu"))
+    try:
+        rank, device = (0, value) if isinstance(value, str) else value
+        if DEVICE.fullmatch(str(device)):
+            return operator.index(rank), str(device)
+    except (TypeError, ValueError):
+        pass
+    raise PlanError(
+        f"{setting} has {value!r:.99}, which is not a place; give a rank, a device of rank 0 "
+        'such as "cpu", or both: (1, "cuda:0").'
+    )
 
 
 def sort_places(free_nbytes: Mapping[Place, int]) -> dict[Place, int]:

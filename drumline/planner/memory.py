@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from drumline.core.device_map import Place, sort_places
+from drumline.core.device_map import Place, place_of, sort_places
 from drumline.errors import PlanError
 from launcher import free_memory_by_limit
 
@@ -22,6 +22,10 @@ Memory = Mapping[Any, Any] | Sequence[Any]
 CPU_RESERVE_NBYTES = 96 << 20
 """What a rank's process takes beside weights, cache and activations: buffers of messages, threads,
 code that is loaded late."""
+
+
+SIZE = re.compile(r"\s*(\d{1,18}\.?\d{0,18})\s*([KMGTP]?)(i?)B?\s*", re.IGNORECASE)
+MAX_NBYTES = 1 << 63
 
 
 def cluster_memory(coor: Any) -> dict[Place, int]:
@@ -95,14 +99,12 @@ def limit_memory(free_nbytes: Mapping[Place, int], max_memory: Memory | None) ->
     """The memory that the user allows, by place; places that are not named get nothing."""
     if max_memory is None:
         return dict(free_nbytes)
+    if isinstance(max_memory, str) or not isinstance(max_memory, (Mapping, Sequence)):
+        raise PlanError(f"max_memory={max_memory!r} names no place; give a dict or a list by rank.")
     pairs = max_memory.items() if isinstance(max_memory, Mapping) else enumerate(max_memory)
     limits: dict[Place, int] = {}
     for key, value in pairs:
-        if isinstance(key, str):
-            key = (0, key)
-        if isinstance(key, int):
-            key = next((place for place in free_nbytes if place[0] == key), (key, "cpu"))
-        limits[(int(key[0]), str(key[1]))] = nbytes(value)
+        limits[place_of(key, free_nbytes, "max_memory")] = nbytes(value)
     ranks = {rank for rank, _ in free_nbytes}
     unknown = sorted({rank for rank, _ in limits} - ranks)
     if unknown:
@@ -129,11 +131,11 @@ def sizes_of_ranks(
 
 def nbytes(size: int | str) -> int:
     """2 GiB as a number, from a number or "2GiB" (1024) or "2GB" (1000)."""
-    if isinstance(size, int):
+    if isinstance(size, int) and 0 <= size < MAX_NBYTES:
         return size
-    match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([KMGTP]?)(i?)B?\s*", size, re.IGNORECASE)
-    if match is None:
-        raise PlanError(f'{size!r} is not a size; write bytes or "2GiB".')
+    match = isinstance(size, str) and SIZE.fullmatch(size)
+    if not match:
+        raise PlanError(f'{size!r:.99} is not a size; write bytes or "2GiB".')
     number, prefix, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** " KMGTP".index(prefix.upper() or " "))
 

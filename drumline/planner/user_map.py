@@ -9,7 +9,14 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from drumline.core.device_map import DeviceMap, ModelProfile, ModulePart, Place, offload_level
+from drumline.core.device_map import (
+    DeviceMap,
+    ModelProfile,
+    ModulePart,
+    Place,
+    offload_level,
+    place_of,
+)
 from drumline.errors import PlanError
 
 
@@ -24,7 +31,7 @@ def complete_user_map(
     parts = [*model.others, *model.layers]
     _check_names(parts, device_map)
     named = [place for place in device_map.values() if isinstance(place, (tuple, list, str))]
-    disks = {_place(place, free_nbytes) for place in named}
+    disks = {place_of(place, free_nbytes, "device_map") for place in named}
     for place in disks - set(free_nbytes):
         if place[1] == "disk":
             free_nbytes = {**free_nbytes, place: model.nbytes}
@@ -71,7 +78,7 @@ def _lookup(
                 "a prefix of it (the empty name covers everything)."
             )
         prefix = prefix.rpartition(".")[0]
-    place = _place(device_map[prefix], free_nbytes)
+    place = place_of(device_map[prefix], free_nbytes, "device_map")
     if place not in free_nbytes:
         places = ", ".join(f"{rank} {device}" for rank, device in free_nbytes)
         raise PlanError(
@@ -79,15 +86,6 @@ def _lookup(
             f"no free memory; the places are {places}."
         )
     return place
-
-
-def _place(value: Place | int | str, free_nbytes: Mapping[Place, int]) -> Place:
-    """The place meant by a place, a device of rank 0, or a rank: its first device."""
-    if isinstance(value, str):
-        return 0, value
-    if isinstance(value, int):
-        return next((place for place in free_nbytes if place[0] == value), (value, "cpu"))
-    return int(value[0]), str(value[1])
 
 
 def _check_ties(model: ModelProfile, places: dict[str, Place]) -> None:
