@@ -198,8 +198,8 @@ def _is_of(folder: Path, lock: int) -> bool:
 
 
 def _describe(folder: Path) -> CachedCheckpoint | None:
-    """The checkpoint in a folder; None if another process deletes it meanwhile."""
-    with contextlib.suppress(FileNotFoundError), _lock_of(folder) as lock:
+    """The checkpoint in a folder; None if another process deletes it meanwhile, or it is none."""
+    with contextlib.suppress(OSError), _lock_of(folder) as lock:
         nbytes = sum(map(_nbytes, folder.iterdir()))
         last_used = os.fstat(lock).st_mtime
         return CachedCheckpoint(folder, _name(folder), nbytes, last_used, not _is_free(lock))
@@ -218,7 +218,7 @@ def _delete(folder: Path) -> bool:
 
     The lock goes last: whoever makes another one in the folder finds nothing that will be deleted.
     """
-    with contextlib.suppress(FileNotFoundError), _lock_of(folder) as lock:
+    with contextlib.suppress(OSError), _lock_of(folder) as lock:
         if _is_free(lock) and _is_of(folder, lock):
             for file in folder.iterdir():
                 if file.name != LOCK:

@@ -373,3 +373,16 @@ def test_the_command_lists_and_clears(own_cache, capsys):
     assert "one:/models/\\udcff, in use now\n1.0 KiB of at most 64.0 GiB" in capsys.readouterr().out
     assert main(["cache", "--clear"]) == 0
     assert capsys.readouterr().out.startswith("1.0 KiB deleted\n0 B of at most 64.0 GiB")
+
+
+def test_folders_that_are_no_checkpoints_are_passed_over(own_cache, capsys):
+    """A lock that was a folder, or led nowhere, ended `drumline cache`, and loading with it."""
+    cache = WeightCache()
+    with cache.open("whole", "whole") as kept:
+        kept.write("key", memoryview(b"block"))
+    (own_cache / "folder" / "lock").mkdir(parents=True)
+    (own_cache / "loop").mkdir()
+    (own_cache / "loop" / "lock").symlink_to("lock")
+    assert [checkpoint.name for checkpoint in cache.checkpoints()] == ["whole"]
+    assert cache.make_room(1) and main(["cache", "--clear"]) == 0
+    assert cache.checkpoints() == [] and "0 B" in capsys.readouterr().out
