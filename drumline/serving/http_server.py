@@ -6,9 +6,11 @@ drumline serve --model DIR -n 2
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import ipaddress
 import logging
+import os
 import resource
 import socket
 import threading
@@ -28,8 +30,9 @@ from drumline.serving.scheduler import CHUNK_ON_ACCELERATOR, ServingLimits
 from drumline.strategies.load import Memory, load
 from drumline.strategies.opening import folder_on_all_ranks
 from drumline.strategies.with_model import num_positions, read_generator, read_model_tokenizer
-from launcher import stop_signals
+from launcher import linux, stop_signals
 
+MAX_TEXT_NBYTES = 1 << 20  # of a key or a chat template; the largest templates have 60 KB
 DEFAULT_MAX_LENGTH = 4096  # tokens, where the model has positions for more
 MAX_WAITING_CONNECTIONS = 256  # idle, or sending, beside those whose requests run or wait
 BACKLOG = 256  # connections that the kernel keeps, and that asyncio accepts at once
@@ -175,13 +178,22 @@ def _with_template(tokenizer: Any, template: str | None) -> Any:
         return tokenizer
     try:
         is_file = "{" not in template
-        tokenizer.chat_template = Path(template).read_text() if is_file else template
+        tokenizer.chat_template = _text_of(template) if is_file else template
     except (OSError, UnicodeError) as error:
         raise DrumlineError(
             f"rank 0: --chat-template {template} cannot be read ({error}); give a file with a "
             "Jinja template, or the template itself."
         ) from error
     return tokenizer
+
+
+def _text_of(file: str) -> str:
+    """The text of a file of the user's. Raises OSError or UnicodeError."""
+    with linux.open_now(file) as opened:
+        text = opened.read(MAX_TEXT_NBYTES + 1)
+    if len(text) > MAX_TEXT_NBYTES:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    return text.decode()
 
 
 def _check_template(folder: str | Path, template: Any) -> None:
@@ -216,7 +228,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 def _read_key(host: str, key_file: str | None) -> str | None:
     try:
-        key = Path(key_file).read_text().strip() if key_file else None
+        key = _text_of(key_file).strip() if key_file else None
     except (OSError, UnicodeError) as error:
         raise DrumlineError(
             f"rank 0: the key in {key_file} cannot be read ({error}), so no client could connect; "

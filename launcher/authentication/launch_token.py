@@ -126,7 +126,7 @@ def forget(environ: MutableMapping[str, str]) -> dict[str, str]:
 def read_file(path: str) -> LaunchToken:
     """The token in a file. Raises ValueError if others may read the file, or it holds none."""
     try:
-        with open(path, "rb") as file:
+        with linux.open_now(path) as file:
             status = os.fstat(file.fileno())
             text = file.read(MAX_FILE_NBYTES).decode(errors="replace")
     except OSError as error:

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,6 +92,13 @@ def send_signal(pid: int, number: int) -> bool:
 def shell_exit_code(status: int) -> int:
     """The exit code that a shell shows: 128 and the number where a signal (-number) killed it."""
     return status if status >= 0 else 128 - status
+
+
+def open_now(path: str | os.PathLike[str]) -> BufferedReader:
+    """A file to read; of a pipe to which nobody writes it has nothing, where open() would wait."""
+    file = FileIO(path, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
+    os.set_blocking(file.fileno(), True)
+    return BufferedReader(file)
 
 
 def read(path: Path) -> str:

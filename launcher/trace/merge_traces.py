@@ -17,7 +17,8 @@ from typing import Any
 
 from launcher.errors import LaunchError
 from launcher.records.temporary_folder import temporary_folder
-from launcher.trace.recorder import clock, event, rank_name
+from launcher.system import linux
+from launcher.trace.recorder import COLOURS, clock, event, rank_name
 
 log = logging.getLogger("launcher")
 LAUNCHER = -1  # the "rank" of the launcher itself
@@ -95,7 +96,8 @@ def read(files: Sequence[Path]) -> dict[str, Any]:
     for file in files:
         lowest = min([0, *(event["pid"] for event in events)])
         try:
-            node_events = json.loads(file.read_text())["traceEvents"]
+            with linux.open_now(file) as text:
+                node_events = json.load(text)["traceEvents"]
             for event in node_events:
                 _check(event)
                 events.append({**event, "pid": event["pid"] + (lowest if event["pid"] < 0 else 0)})
@@ -114,6 +116,8 @@ def _check(event: dict[str, Any]) -> None:
         kinds = [type(event[name]) for name in ("name", "cat", "tid")]
         if kinds != [str, str, int] or not isinstance(event.get("args", {}), dict):
             raise ValueError(f"a name, kind, thread or arguments of another type: {event!s:.200}")
+        if event["cat"] not in COLOURS:
+            raise ValueError(f"an event that is none of {', '.join(COLOURS)}: {event!s:.200}")
         times = (abs(event["ts"]), event["dur"])  # a TypeError if one of them is not a number
         if not all(time_us < MAX_TIME_US for time_us in times):  # nor is NaN
             raise ValueError(f"an event out of all time: {event!s:.200}")

@@ -475,11 +475,17 @@ def test_from_pretrained_options_of_the_config_are_used(checkpoints, tmp_path, i
         (["--host", "0.0.0.0"], "there is no key"),
         (["--api-key-file", "/dev/null"], "is empty"),
         (["--api-key-file", "/dev/null/key"], "cannot be read"),
+        (["--api-key-file", "/dev/zero"], "File too large"),
+        (["--api-key-file", "pipe"], "is empty"),
         (["--max-length", "1000000"], "has positions for"),
     ],
 )
-def test_serve_with_impossible_options_does_not_start(checkpoints, capsys, options, message):
+def test_serve_with_impossible_options_does_not_start(
+    checkpoints, capsys, tmp_path, monkeypatch, options, message
+):
     _import_serving()
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
     assert main(["serve", "--model", str(checkpoints.llama()[1]), *options]) == 1
     assert message in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 import os
 import stat
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -83,6 +84,19 @@ def test_a_file_that_others_can_read_is_refused(tmp_path):
         launch_token.of_node(False, str(path), False)
     path.chmod(0o600)
     launch_token.of_node(False, str(path), False)
+
+
+def test_a_pipe_without_a_writer_is_not_waited_for_and_one_with_a_writer_is(tmp_path):
+    os.mkfifo(path := tmp_path / "token", 0o600)
+    with pytest.raises(ValueError, match="0 characters are not a token"):
+        launch_token.of_node(False, str(path), False)
+    token = LaunchToken.draw()
+    read_end, write_end = os.pipe()  # as of `--token-file <(command)`
+    threading.Timer(
+        0.2, lambda: (os.write(write_end, str(token).encode()), os.close(write_end))
+    ).start()
+    assert launch_token.of_node(False, f"/dev/fd/{read_end}", False) == token
+    os.close(read_end)
 
 
 def test_a_file_that_is_not_there_is_an_error_on_all_but_the_first_node(tmp_path):

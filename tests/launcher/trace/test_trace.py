@@ -1,6 +1,7 @@
 """Recording spans, and merging those of all ranks on one clock."""
 
 import json
+import os
 import re
 import sys
 import threading
@@ -234,6 +235,7 @@ def _span(start, took, **other):
         ([_span(1, 1, ph="Q")], "unknown kind"),
         *[([_span(1, 1, **{name: {}})], "of another type") for name in ("name", "cat", "tid")],
         ([_span(1, 1, args=7)], "of another type"),
+        ([_span(1, 1, cat="sleep")], "none of start, wait, move, work"),
         (None, "is not a trace"),
     ],
 )
@@ -247,6 +249,13 @@ def test_a_file_that_is_no_trace_is_an_error(tmp_path, events, message):
 def test_a_file_that_nests_without_end_is_no_trace(tmp_path):
     """It was a RecursionError."""
     (tmp_path / "out.json").write_text('{"traceEvents": ' + "[" * 200_000)
+    with pytest.raises(ValueError, match=r"out\.json is not a trace"):
+        merge_traces.read([tmp_path / "out.json"])
+
+
+def test_a_pipe_to_which_nobody_writes_is_no_trace(tmp_path):
+    """It was waited for."""
+    os.mkfifo(tmp_path / "out.json")
     with pytest.raises(ValueError, match=r"out\.json is not a trace"):
         merge_traces.read([tmp_path / "out.json"])
 
