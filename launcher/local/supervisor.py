@@ -152,7 +152,7 @@ class Supervisor:
             self.output.notice(f"{summary}, and the other ranks go on without it")
 
     def _read_earlier_deaths(self) -> None:
-        """Wait for the fork server's report of each rank that is dead already.
+        """Wait for the fork server's report of each rank that is dead, or not told of, already.
 
         A rank that waited for a dead one fails because of it, and must not count as the first.
         """
@@ -164,9 +164,9 @@ class Supervisor:
             self._read(self.pipes.reports)
 
     def _has_unread_death(self) -> bool:
-        started = [rank.pid for rank in self.ranks if rank.pid and rank.is_running]
-        stats = map(linux.process_stat, started)
-        return any(stat is None or not stat.is_alive for stat in stats)
+        running = [rank.pid for rank in self.ranks if rank.is_running]
+        stats = [linux.process_stat(pid) for pid in running if pid]
+        return len(stats) < len(running) or not all(stat and stat.is_alive for stat in stats)
 
     def _is_outlived(self, rank: LaunchedRank) -> bool:
         """True if another rank goes on. It may have said so just before, so that is read first."""
@@ -251,7 +251,7 @@ class Supervisor:
         elif "exit_code" in record:
             rank.exit_code, rank.signal = record["exit_code"], record["signal"]
             rank.ended_s = record["time_s"]
-            if rank.has_failed:
+            if rank.has_failed and "failure" not in rank.record:  # which has told of it
                 self._on_failure(rank)
 
     def _on_signal(self, number: int) -> None:
