@@ -145,8 +145,11 @@ def read_file(path: str) -> LaunchToken:
 def write_file(path: str) -> LaunchToken:
     """Draw a token into a new file that only this user can read."""
     token = LaunchToken.draw()
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(f"{token}\n")
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(f"{token}\n")
+    except OSError as error:
+        raise ValueError(f"--token-file {path} cannot be written: {error.strerror}.") from error
     return LaunchToken(token.key)
 
 

@@ -196,7 +196,7 @@ class NodeFollower:
 def _reason(error: Exception) -> str:
     """Why there is no first node yet: one of NOT_YET, in words."""
     if isinstance(error, ConnectionBroken):
-        return "the first node closed the connection"
+        return str(error)
     if isinstance(error, OSError):
         is_late = isinstance(error, TimeoutError)
         return os.strerror(errno.ETIMEDOUT) if is_late else error.strerror or str(error)
@@ -224,7 +224,7 @@ def connected_to_first(
         try:
             authenticate(connection, token.credentials(), Hello(0, NODE), until)
         except NotReady as error:
-            raise ConnectionBroken(str(error)) from error
+            raise ConnectionBroken("what listens there does not answer as a first node") from error
         except SecretRejected:
             raise LaunchError(
                 f"the token is not that of the first node at {place}: type the one that it printed "

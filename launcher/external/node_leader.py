@@ -41,6 +41,8 @@ from launcher.launch_secret import NBYTES
 from launcher.system import host_addresses
 from launcher.system.link_state import remote_host
 
+MAX_NAMES = 16  # of nodes in a line
+
 
 @dataclass
 class _NodeConnection:
@@ -269,7 +271,8 @@ class NodeLeader:
 
     def _names(self, nodes: Sequence[int]) -> str:
         """The nodes that are awaited, and where: "node 1 of 2 at 10.0.0.1:29600"."""
-        plural, names = "s" * (len(nodes) > 1), ", ".join(map(str, nodes))
+        plural, names = "s" * (len(nodes) > 1), ", ".join(map(str, nodes[:MAX_NAMES]))
+        names += f" and {len(nodes) - MAX_NAMES} others" * (len(nodes) > MAX_NAMES)
         return f"node{plural} {names} of {self.job.nnodes} at {self._place}"
 
     def _seen(self) -> str:

@@ -104,6 +104,11 @@ def test_a_file_that_is_not_there_is_an_error_on_all_but_the_first_node(tmp_path
         launch_token.of_node(False, str(tmp_path / "token"), False)
 
 
+def test_a_file_that_cannot_be_written_is_named_with_its_option(tmp_path):
+    with pytest.raises(ValueError, match=r"--token-file .* cannot be written: No such file"):
+        launch_token.of_node(True, str(tmp_path / "missing" / "token"), False)
+
+
 @pytest.mark.parametrize("name", ["DRUMLINE_TOKEN", "DRUMLINE_SECRET"])
 def test_a_variable_is_read_once_and_gone(monkeypatch, name):
     token = LaunchToken.draw()

@@ -340,7 +340,7 @@ def test_whoever_reads_the_wire_learns_nothing_and_cannot_join_by_repeating_it(n
     again = Nodes()
     again.start(0)
     answer = b""
-    with raw_connection() as repeated, contextlib.suppress(ConnectionResetError):
+    with raw_connection() as repeated, contextlib.suppress(OSError):
         repeated.sendall(wire.to_first)
         while data := repeated.recv(1 << 16):
             answer += data
@@ -491,6 +491,34 @@ def test_what_answers_as_no_launch_does_is_not_blamed_on_the_address(message):
             follower._try_to_join(time.monotonic() + 60)
             == "the process listening there is not a drumline launch"
         )
+
+
+@pytest.mark.parametrize("words", [b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9, b""])
+def test_a_port_at_which_something_else_listens_is_not_called_a_first_node(words):
+    """A server of HTTP at that port was "the first node", and had "closed the connection"."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        follower = node_follower.NodeFollower(job(1, master_port=listener.getsockname()[1]))
+        accepting = threading.Thread(target=lambda: answered_with(listener, words))
+        accepting.start()
+        try:
+            why = follower._try_to_join(time.monotonic() + 60)
+        except errors.LaunchError as error:
+            why = str(error)
+        accepting.join()
+    assert "not a first node" in why or "does not answer as a first node" in why
+
+
+def answered_with(listener, words):
+    with listener.accept()[0] as accepted, contextlib.suppress(OSError):
+        accepted.sendall(words)
+        accepted.shutdown(socket.SHUT_WR)
+        accepted.recv(1 << 16)
+
+
+def test_nodes_that_are_missing_by_the_hundred_take_one_short_line():
+    with leading(nnodes=1000) as leader:
+        names = leader._names(leader.missing)
+    assert names.startswith("nodes 1, 2, 3, ") and " 16 and 983 others of 1000 at" in names
 
 
 def test_the_last_word_of_the_first_node_is_an_error_and_no_command_of_the_terminal():
