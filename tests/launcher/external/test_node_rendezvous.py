@@ -528,7 +528,7 @@ def test_the_last_word_of_the_first_node_is_an_error_and_no_command_of_the_termi
     assert (str(caught.value), caught.value.exit_code) == ("?[2Jover", 1)
 
 
-@pytest.mark.parametrize("address", ["0", "::", "", "::ffff:0.0.0.0"])
+@pytest.mark.parametrize("address", ["0", "::", "::ffff:0.0.0.0"])
 def test_the_first_node_listens_on_no_address_that_is_every_interface(address):
     with pytest.raises(OSError, match="it is every interface"):
         node_leader.NodeLeader(job(0, master_addr=address))
