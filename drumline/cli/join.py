@@ -44,7 +44,7 @@ def parser(prog: str = "drumline") -> argparse.ArgumentParser:
     ranks = "ranks on this machine, as its command takes them; default: as many as on the first"
     join.add_argument("-n", "--ranks", metavar="N", help=ranks)
     number = "the index of this machine, from 1 on; default: as they come"
-    join.add_argument("--node-rank", type=int, default=0, metavar="N", help=number)
+    join.add_argument("--node-rank", type=int, default=-1, metavar="N", help=number)
     token = "file with the token that the first machine has, which only you can read; default: the "
     token += "variable DRUMLINE_TOKEN, or a prompt"
     join.add_argument("--token-file", metavar="FILE", help=token)
@@ -78,7 +78,7 @@ def _joined(options: argparse.Namespace, prog: str) -> argparse.Namespace:
     from drumline import cli
 
     token = token_to_join(options)
-    place = launcher.ask_to_join(options.address, token, options.node_rank or -1)
+    place = launcher.ask_to_join(options.address, token, options.node_rank)
     print(f"[launcher] {place}", file=sys.stderr, flush=True)
     words = list(place.command)
     if words[:1] == ["run"]:

@@ -154,10 +154,15 @@ def test_a_machine_with_a_wrong_token_or_without_the_script_is_told_and_the_firs
         assert other not in shown and first.token not in shown
 
 
-def test_a_machine_with_a_number_that_no_place_has_is_told(first, tmp_path):
-    """It heard that all were there, while the first waited for one."""
-    third = Machine(tmp_path / "two", "join", first.address, "--node-rank", "2", reply=first.token)
-    assert third.end() == 1 and "--node-rank 2 is not in [1, 1]" in third.shown
+@pytest.mark.parametrize(
+    ("number", "problem"),
+    [("2", "--node-rank 2 is not in [1, 1]"), ("0", "--node-rank 0 is host")],
+)
+def test_a_machine_with_a_number_that_no_place_has_is_told(first, tmp_path, number, problem):
+    """It heard that all were there, while the first waited for one; and 0 was any."""
+    words = ["join", first.address, "--node-rank", number]
+    third = Machine(tmp_path / "two", *words, reply=first.token)
+    assert third.end() == 1 and problem in third.shown
     assert "Type `drumline join` again, without --node-rank" in third.shown
 
 
