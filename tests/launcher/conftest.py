@@ -56,7 +56,7 @@ class CommandLine:
         )
 
     def run(
-        self, *arguments: str, timeout: float = 30, stdin: str = "", **options
+        self, *arguments: str, timeout: float = 60, stdin: str = "", **options
     ) -> CommandResult:
         process = self.start(*arguments, stdin=subprocess.PIPE, **options)
         out, err = process.communicate(stdin, timeout=timeout)
