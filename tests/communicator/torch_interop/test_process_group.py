@@ -65,7 +65,7 @@ def test_ranks_that_torchrun_restarts_meet_again(warm, commands, tmp_path):
 
 # Its queue's thread is in a call, of a tensor with gaps, which goes through Python.
 LEFT = """
-import os, sys, time, torch, torch.distributed as dist
+import os, sys, time, torch, torch.distributed as dist, communicator.torch_interop.process_group
 class Last:
     def __del__(self, open=os.open, path=sys.argv[3], flags=os.O_CREAT, sleep=time.sleep):
         open(path, flags)
