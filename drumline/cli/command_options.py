@@ -58,7 +58,8 @@ def at_least(low: int, high: float = math.inf, why: str = "", kind: type = int) 
     def number(text: str) -> Any:
         value = kind(text)
         if not low <= value < high:
-            why_not = why or f"is not a number from {low} on"
+            bound = f"below {high}" if value >= high < math.inf else f"a number from {low} on"
+            why_not = why or f"is not {bound}"
             raise argparse.ArgumentTypeError(f"{text} {why_not}")
         return value
 
@@ -320,8 +321,11 @@ _MODEL_OPTIONS = (
 )
 
 
+MAX_COUNT = 1 << 40  # of tokens and sequences; torch can reckon with sizes up to 2^63
+
+
 def _count(name: str, text: str, default: int, low: int = 1) -> Option:
-    return _option(name, text, "N", type=at_least(low), default=default)
+    return _option(name, text, "N", type=at_least(low, MAX_COUNT), default=default)
 
 
 _DEVICE_MAP = _option(

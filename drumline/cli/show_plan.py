@@ -14,6 +14,7 @@ from typing import Any
 from drumline.cli import plan_pictures
 from drumline.contact.loading.hub import local_folder
 from drumline.core.device_map import DeviceMap, ModelProfile, Place, format_nbytes
+from drumline.errors import DrumlineError
 from drumline.pipeline.microbatch import tokens_of_chunk
 from drumline.planner import model_profile
 from drumline.planner.cost_model import (
@@ -140,7 +141,10 @@ def show_plan(
     if for_tokens.error:
         text += f"\n{for_tokens.warning(kind)}"
     print(text)
-    if html is not None:
-        plan_pictures.write_html(planned, text, html)
-    if png is not None:
-        plan_pictures.draw(planned, png)
+    try:
+        if html is not None:
+            plan_pictures.write_html(planned, text, html)
+        if png is not None:
+            plan_pictures.draw(planned, png)
+    except (OSError, ValueError) as error:  # the latter for an ending that names no format
+        raise DrumlineError(f"the picture was not written ({error}); name another file.") from error

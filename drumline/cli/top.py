@@ -14,7 +14,7 @@ import termios
 import time
 import tty
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -227,10 +227,15 @@ def _run(view: LaunchView, screen: Live) -> None:
             return
         if key == "s":
             shows_stacks = not shows_stacks
-        elif key == "d":
-            message = _dump(view)
-        elif key == "t":
-            message = _trace(view)
+        elif key in WRITERS:
+            message = _written(WRITERS[key], view)
+
+
+def _written(write: Callable[[LaunchView], str], view: LaunchView) -> str:
+    try:
+        return write(view)
+    except OSError as error:  # of a folder that is not ours, or a launch id with a slash
+        return f"nothing was written: {error}"
 
 
 def _dump(view: LaunchView) -> str:
@@ -251,6 +256,9 @@ def _trace(view: LaunchView) -> str:
         time.sleep(LOOK_S)  # for the ranks to close their files
         num_events = launcher.merge_traces.merge(folder, path)
     return f"wrote {path} with {num_events} events: drumline trace {path}"
+
+
+WRITERS = {"d": _dump, "t": _trace}
 
 
 def _chosen(launch: str | None) -> list[rank_view.ViewedRank]:

@@ -71,6 +71,20 @@ def test_plan_draws_a_picture_and_a_page_of_its_own(checkpoints, capsys, tmp_pat
     assert main(command) == 1 and "drumline[plot]" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("place", ["missing/map.html", "."])
+def test_plan_says_that_a_page_cannot_be_written(checkpoints, capsys, tmp_path, place):
+    command = ["plan", "--model", str(checkpoints.llama()[1]), "--memory", "1MiB"]
+    assert main([*command, "--html", str(tmp_path / place)]) == 1
+    assert "the picture was not written" in capsys.readouterr().err
+
+
+def test_plan_takes_no_number_of_tokens_that_torch_could_not_reckon_with(checkpoints, capsys):
+    command = ["plan", "--model", str(checkpoints.llama()[1]), "--memory", "1MiB"]
+    with pytest.raises(SystemExit):
+        main([*command, "--length", "9" * 24])
+    assert "is not below" in capsys.readouterr().err
+
+
 def test_plan_counts_hops_of_every_rank_and_of_a_head_on_another_rank(checkpoints, capsys):
     path = str(checkpoints.llama()[1])
     for sizes, hops in [(["1MiB"] * 5, 5), (["40KiB", "40KiB", "180KiB"], 6), (["1MiB"], 0)]:

@@ -213,3 +213,10 @@ def test_memory_of_dumps_that_were_read_is_given_back():
 def test_what_is_no_launch_is_named(capsys, name):
     assert main(["top", name]) == 1
     assert "aunch" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_told_and_the_view_goes_on():
+    def write(view):
+        Path("/dev/null/dump").write_text(view)
+
+    assert "nothing was written" in top._written(write, "")
