@@ -151,7 +151,8 @@ def test_trace_that_cannot_be_written_names_its_file_and_is_no_wrong_usage(
 ):
     """The command ended with 2, as if no rank had started, and said `No space left on device`."""
     arguments = ("run", "-n", "2", "--trace", "out.json", command.script(script))
-    environ = {"TMPDIR": str(command.folder)}
+    # A module that Python compiles meanwhile would be cut off in the checkout, too.
+    environ = {"TMPDIR": str(command.folder), "PYTHONDONTWRITEBYTECODE": "1"}
     ended = command.run(*arguments, around=["prlimit", "--fsize=500"], env=environ)
     assert ended.code == code and cause in ended.err
     assert "File too large: 'out.json'" in ended.err and "Free some space" in ended.err
