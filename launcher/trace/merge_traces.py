@@ -76,14 +76,19 @@ def merge(folder: Path, out: Path, launch: Iterable[dict[str, Any]] = ()) -> int
 
 
 def write(trace: dict[str, Any], out: Path) -> None:
-    """Write a trace to a file, ordered by time. Raises OSError if it cannot be written."""
+    """Write a trace to a file, ordered by time. Raises OSError if it cannot be written.
+
+    A file is replaced as a whole; a device or a pipe, such as /dev/stdout, is written to.
+    """
     trace["traceEvents"].sort(key=lambda event: float(event.get("ts", 0)))
-    part = out.with_name(out.name + ".part")
+    is_file = out.is_file() or not out.exists()
+    part = out.with_name(out.name + ".part") if is_file else out
     try:
         part.write_text(json.dumps({**trace, "displayTimeUnit": "ns"}))
         part.replace(out)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        if is_file:
+            part.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(out)) from error  # a write names no file
 
 

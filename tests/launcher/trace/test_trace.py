@@ -166,6 +166,17 @@ def test_recordings_of_several_nodes_are_in_the_folder_of_the_trace(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
+def test_a_trace_is_written_into_a_pipe_and_does_not_replace_it(tmp_path):
+    """As root, `--into /dev/stdout` put a file in its place."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    merge_traces.write({"traceEvents": []}, pipe)
+    assert pipe.is_fifo() and json.loads(os.read(reader, 1000))["traceEvents"] == []
+    os.close(reader)
+    with pytest.raises(IsADirectoryError):
+        merge_traces.write({"traceEvents": []}, tmp_path)
+
+
 def test_the_traces_of_two_nodes_are_joined_into_one(tmp_path, command):
     for rank in range(2):
         _record(tmp_path / f"parts{rank}", rank)
