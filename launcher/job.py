@@ -112,7 +112,7 @@ class Job:
             yield f"a timeout of {self.timeout_s} s is over a year (leave it out for none)"
         for name, text in {"launch id": self.launch_id, "master address": self.master_addr}.items():
             if not text or not is_plain_text(text):
-                yield f"the {name} {text[:99]!r} must be UTF-8, not be empty, and have no NUL"
+                yield f"the {name} {text[:99]!r} must not be empty, be UTF-8 and have no NUL"
 
     @property
     def world_size(self) -> int:

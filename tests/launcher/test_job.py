@@ -24,7 +24,7 @@ from launcher import launch_job, registry
         ({"launch_id": ""}, "not be empty"),
         ({"launch_id": "\udc80"}, "launch id .* UTF-8"),
         ({"master_addr": "\udc80"}, "master address .* UTF-8"),
-        ({"master_addr": ""}, "must be UTF-8, not be empty"),
+        ({"master_addr": ""}, "master address .* must not be empty"),
     ],
 )
 @pytest.mark.parametrize("name", ["multiprocessing", "threads"])
