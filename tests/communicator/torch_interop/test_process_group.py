@@ -92,4 +92,4 @@ def test_an_interpreter_may_end_while_a_call_of_its_group_runs(tmp_path):
         subprocess.Popen([*command, str(rank), tmp_path / "store", tmp_path / "ending"])
         for rank in range(2)
     ]
-    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    assert [rank.wait(110) for rank in ranks] == [0, 0]  # the first may have to compile
