@@ -75,7 +75,8 @@ dist.init_process_group("drumline", store=dist.FileStore(sys.argv[2], 2), rank=r
 tensor = torch.ones(4, 6)[::2]
 dist.all_reduce(tensor)
 if rank == 0:
-    sys.last, work = Last(), dist.all_reduce(tensor, async_op=True)
+    last, work = Last(), dist.all_reduce(tensor, async_op=True)
+    time.sleep(1)  # then it waits in the call: within an operation of torch, torch aborts
 else:
     while not os.path.exists(sys.argv[3]):
         time.sleep(0.01)
@@ -88,8 +89,11 @@ else:
 def test_an_interpreter_may_end_while_a_call_of_its_group_runs(tmp_path):
     """The thread was ended as it asked for the GIL, and what it unwound aborted the process."""
     command = [sys.executable, "-c", LEFT]
-    ranks = [
-        subprocess.Popen([*command, str(rank), tmp_path / "store", tmp_path / "ending"])
-        for rank in range(2)
-    ]
-    assert [rank.wait(110) for rank in ranks] == [0, 0]  # the first may have to compile
+    files = tmp_path / "store", tmp_path / "ending"
+    ranks = [subprocess.Popen([*command, str(rank), *files]) for rank in range(2)]
+    try:
+        assert [rank.wait(100) for rank in ranks] == [0, 0]  # the first may have to compile
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
