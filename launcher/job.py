@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from launcher import timings
 from launcher.authentication.launch_token import LaunchToken
-from launcher.launch_info import MAX_PORT, is_plain_text
+from launcher.launch_info import MAX_PORT
 from launcher.records import json_values
 
 LOOPBACK = "127.0.0.1"
@@ -111,7 +111,7 @@ class Job:
         if self.timeout_s is not None and self.timeout_s > timings.TIMINGS.longest_timeout_s:
             yield f"a timeout of {self.timeout_s} s is over a year (leave it out for none)"
         for name, text in {"launch id": self.launch_id, "master address": self.master_addr}.items():
-            if not text or not is_plain_text(text):
+            if not text or text != text.encode(errors="ignore").replace(b"\0", b"").decode():
                 yield f"the {name} {text[:99]!r} must not be empty, be UTF-8 and have no NUL"
 
     @property

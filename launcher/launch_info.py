@@ -146,11 +146,6 @@ def integer(text: str, variable: str) -> int:
     return int(text)
 
 
-def is_plain_text(text: str) -> bool:
-    """True if a text can be sent, and given to C: it is UTF-8 and has no NUL."""
-    return "\0" not in text and text == text.encode(errors="ignore").decode()
-
-
 def _problems(info: LaunchInfo) -> Iterator[str]:
     """The contradictions in info, in words; wrong types first, as the rest compares values."""
     for name in ("world_size", "local_world_size", "rank", "local_rank", "master_port"):
@@ -159,7 +154,7 @@ def _problems(info: LaunchInfo) -> Iterator[str]:
     for name in ("launch_id", "master_addr"):
         if not (isinstance(value := getattr(info, name), str) and value):
             yield f"{name} must be a non-empty string"
-        elif not is_plain_text(value):
+        elif value != value.encode(errors="ignore").replace(b"\0", b"").decode():
             yield f"{name}={value[:99]!r} must be UTF-8 and have no NUL in it"
     if info.world_size < 1:
         yield "world_size must be at least 1"
