@@ -36,7 +36,6 @@ from tests.drumline.checkpoint.hostile_files import GgufFuzzer
 from tests.drumline.conftest import LLAMA
 
 QUERY = "blk.0.attn_q.weight"
-SOON_S = 10  # a count that lies takes minutes or all memory; a busy machine takes seconds
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +228,7 @@ for count in HUGE:
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_what_lies_is_named_soon(whole, file, name):
+def test_what_lies_is_named_within_a_second(whole, file, name):
     """Offsets gave other weights, counts hung, and errors were those of libraries."""
     change, problem = LIES[name]
     parts = whole.copy()
@@ -240,7 +239,7 @@ def test_what_lies_is_named_soon(whole, file, name):
         open_gguf(file)
     with pytest.raises(CheckpointError, match=r"model\.gguf"):
         read_tokenizer(file)
-    assert time.process_time() - start < SOON_S
+    assert time.process_time() - start < 1
 
 
 def renamed(parts):
@@ -332,7 +331,7 @@ def test_whatever_a_file_says_its_tensors_lie_in_it_one_after_the_other(whole, f
                 num_refused += 1
             else:
                 check_tiles(header, len(data), f"seed {seed}, number {number}")
-            assert time.process_time() - start < SOON_S, (seed, number)
+            assert time.process_time() - start < 1, (seed, number)
             assert tracemalloc.get_traced_memory()[1] < 8 << 20, (seed, number)
     finally:
         tracemalloc.stop()

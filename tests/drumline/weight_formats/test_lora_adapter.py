@@ -25,8 +25,6 @@ from tests.drumline.checkpoint.test_copy_check import change_byte
 from tests.drumline.conftest import GPT2
 
 LINEAR = ("q_proj", "v_proj", "down_proj", "lm_head")
-# A pattern that explodes or a size that lies takes minutes; a busy machine takes seconds.
-SOON_S = 10
 
 
 def make_adapter(folder, model, targets, dtype=torch.float32, r=4, **settings):
@@ -358,12 +356,16 @@ def adapter_of(checkpoints, tmp_path):
 
 
 @pytest.mark.parametrize(("settings", "problem"), LIES)
-def test_settings_that_lie_are_named_soon(adapter_of, settings, problem):
+def test_settings_that_lie_are_named_within_a_second(adapter_of, settings, problem):
     """r was not compared with the factors, alpha made NaN of a model, and a pattern hung load()."""
-    start = time.process_time()
-    with pytest.raises(CheckpointError, match=rf"adapter_.*({problem})"):
-        adapter_of(settings)
-    assert time.process_time() - start < SOON_S
+    took_s = []
+    merge_again = adapter_of({}, returns_again=True)
+    for _ in range(3):  # a busy machine may disturb one of them
+        start = time.process_time()
+        with pytest.raises(CheckpointError, match=rf"adapter_.*({problem})"):
+            merge_again(settings)
+        took_s.append(time.process_time() - start)
+    assert min(took_s) < 1
 
 
 QUERY = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
@@ -492,5 +494,5 @@ def test_whatever_its_settings_say_an_adapter_is_merged_as_they_say_or_refused(a
             weights = [weight for weight in index.values() if isinstance(weight, MergedWeight)]
             assert len(weights) == 12, (number, settings)
             assert all(math.isfinite(w.scaling) and abs(w.scaling) <= 1e6 for w in weights)
-        assert time.process_time() - start < SOON_S, (number, settings)
+        assert time.process_time() - start < 1, (number, settings)
     assert count / 4 < num_refused < count
