@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 
 from launcher import errors, timings
 from launcher.external.node_follower import NodeFollower
 from launcher.external.node_leader import NodeLeader
 from launcher.job import Job
+from launcher.system import stop_signals
 
 
 def meet(job: Job) -> Job:
@@ -18,17 +18,19 @@ def meet(job: Job) -> Job:
     the job's, and LaunchError if this node does not belong to the launch that it finds.
     """
     limit_s = timings.TIMINGS.node_wait_s if job.timeout_s is None else job.timeout_s
-    try:
+
+    def stop(number: int) -> None:
+        raise errors.interrupted(number)
+
+    with stop_signals.handled_by(stop):
         if job.node_rank == 0:
             with contextlib.closing(NodeLeader(job)) as leader:
                 try:
                     return leader.meet(limit_s)
-                except KeyboardInterrupt:
-                    leader.end("the command of the first node was stopped by SIGINT")
+                except errors.LaunchInterrupted as stopped:
+                    leader.end(f"the command of the first node was {stopped}")
                     raise
         with contextlib.closing(NodeFollower(job)) as follower:
             attempt = follower.join(limit_s)
         assert attempt is not None  # a leader that does not stay ends with an error alone
         return attempt
-    except KeyboardInterrupt as error:
-        raise errors.interrupted(signal.SIGINT) from error

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from launcher.external import failed_rank, node_follower, node_leader, node_rend
 from launcher.external.node_messages import ASKS, NodeChannel, NodeDescription
 from launcher.job import Job, Target
 from launcher.launch_info import MAX_PORT
+from launcher.system import stop_signals
 
 # One node of a launch, with every time a tenth: what its launcher says, and how that ends.
 NODE = """
@@ -268,21 +270,27 @@ def test_what_a_node_runs_is_what_the_first_was_given_and_is_shown_as_text():
     assert place.command == words and "drumline run who.py 'a?b??c' '?'" in str(place)
 
 
-def test_nodes_that_wait_hear_of_ctrl_c_at_the_first(quick, monkeypatch):
+@pytest.mark.parametrize("number", stop_signals.STOP_SIGNALS)
+def test_nodes_that_wait_hear_of_a_signal_to_the_first(quick, monkeypatch, number):
     """They waited for its return until their deadline, five minutes."""
 
-    def interrupted_once_a_node_waits(leader, _):
+    def stopped_once_a_node_waits(leader, _):
         while not leader.nodes:
             leader.step(0.05)
-        raise KeyboardInterrupt
+        signal.raise_signal(number)
 
-    monkeypatch.setattr(node_leader.NodeLeader, "meet", interrupted_once_a_node_waits)
+    monkeypatch.setattr(node_leader.NodeLeader, "meet", stopped_once_a_node_waits)
+    handler = signal.signal(number, lambda *_: None)  # of a test's own, which ends nothing
     nodes = Nodes()
-    nodes.start(0, 1)
-    for thread in nodes.threads:
-        thread.join(10)
-    assert "stopped by SIGINT" in str(nodes.outcomes[0])
-    assert "the command of the first node was stopped by SIGINT" in str(nodes.outcomes[1])
+    nodes.start(1)
+    try:
+        nodes.meet(job(0))
+    finally:
+        signal.signal(number, handler)
+    nodes.threads[0].join(10)
+    assert nodes.outcomes[0].exit_code == 128 + number
+    stopped = f"the command of the first node was stopped by {signal.Signals(number).name}"
+    assert stopped in str(nodes.outcomes[1])
 
 
 def test_machines_that_are_missing_are_not_told_to_join_without_a_token(quick):
