@@ -161,7 +161,7 @@ class Endpoint:
         length = _length(config, settings.max_length)
         tokenizer = read_model_tokenizer(folder, **options)
         tokenizer = _with_template(tokenizer, settings.chat_template)
-        _check_template(folder, tokenizer.chat_template)
+        _check_template(folder, tokenizer, settings.chat_template)
         tokenizer.response_template = _response_template(folder, tokenizer, config)
         sampling = read_sampling_defaults(folder)
         return cls(tokenizer, _bound(settings.host, settings.port), key, length, sampling)
@@ -196,14 +196,17 @@ def _text_of(file: str) -> str:
     return text.decode()
 
 
-def _check_template(folder: str | Path, template: Any) -> None:
-    """Raise CheckpointError unless a template is text: requests would be blamed for it."""
-    templates = [*template.values()] if isinstance(template, dict) else [template]
-    for text in templates:
-        if text is not None and not isinstance(text, str):
-            raise CheckpointError(
-                f"{folder} has chat_template={text!r:.60} in its tokenizer_config.json, which "
-                "is not a text; copy it again, or give another one: --chat-template FILE."
+def _check_template(folder: str | Path, tokenizer: Any, option: str | None) -> None:
+    """Raise DrumlineError unless templates are Jinja: requests would be blamed for it."""
+    from drumline.serving.prompt_reader import template_problem
+
+    template = tokenizer.chat_template
+    for text in [*template.values()] if isinstance(template, dict) else [template]:
+        if problem := "" if text is None else template_problem(tokenizer, text):
+            place = f"the tokenizer of {folder} has" if option is None else "--chat-template is"
+            raise (CheckpointError if option is None else DrumlineError)(
+                f"rank 0: {place} {text!r:.60}, which is not a chat template ({problem:.200}); "
+                "give a file with a Jinja template: --chat-template FILE."
             )
 
 

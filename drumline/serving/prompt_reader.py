@@ -89,6 +89,19 @@ class PromptReader:
         return max(map(len, self._tokenizer.get_vocab()), default=1)
 
 
+def template_problem(tokenizer: Any, template: Any) -> str:
+    """Why a chat template is none, whatever the messages; "" if it is one."""
+    if not isinstance(template, str):
+        return "not a text"
+    try:
+        with _time_limit(timings.TIMINGS.template_s):
+            messages = [{"role": "user", "content": ""}]
+            tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+    except Exception as error:  # of a line that is not Jinja, or of messages that are rejected
+        return f"line {error.lineno}: {error}" if hasattr(error, "lineno") else ""
+    return ""
+
+
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
     """Within, code of a chat template that runs for longer raises TimeoutError in its thread.

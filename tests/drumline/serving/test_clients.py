@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 import drumline
 from drumline import timings
-from drumline.errors import CheckpointError
+from drumline.errors import CheckpointError, DrumlineError
 from drumline.serving import http_server
 from drumline.serving.scheduler import ServingLimits
 from drumline.timings import ModelTimings
@@ -130,6 +130,20 @@ def test_settings_of_a_checkpoint_are_read_before_it_is_served(plain, tmp_path):
     settings = http_server.ServerSettings(str(plain[1]), port=0)
     with http_server.Endpoint.open(settings.model_path, settings).listener:
         pass
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [("{% if %}", "line 1: "), ("{{ 5 | no_filter }}", "no_filter"), (5, "not a text")],
+)
+def test_a_chat_template_that_is_not_one_is_said_at_start(plain, tokenizer, template, problem):
+    """The first request heard of it, as if it were to blame."""
+    tokenizer.chat_template = {"default": "{{ messages[0].no.word }}", "tool_use": template}
+    with pytest.raises(CheckpointError, match=rf"DIR has .* is not a chat template \(.*{problem}"):
+        http_server._check_template("DIR", tokenizer, None)
+    settings = http_server.ServerSettings(str(plain[1]), port=0, chat_template="\n{% if %}")
+    with pytest.raises(DrumlineError, match=r"--chat-template is .*\(line 2: "):
+        http_server.Endpoint.open(settings.model_path, settings)
 
 
 def test_a_response_template_that_is_not_one_is_said_at_start(plain, tokenizer):
