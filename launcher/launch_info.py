@@ -120,7 +120,7 @@ class LaunchInfo:
             return None
         missing = [variable for name, variable in names.items() if name not in texts]
         if missing:
-            present = {names[name]: text for name, text in texts.items()}
+            present = shown({names[name]: text for name, text in texts.items()})
             raise LaunchInfoError(
                 f"an incomplete LaunchInfo in the environment: {', '.join(missing)} not set, but "
                 f"{present}. Unset them all, or start through `python -m launcher run`."
@@ -137,6 +137,11 @@ def _parse(texts: Mapping[str, str], names: Mapping[str, str]) -> LaunchInfo:
     if not isinstance(values["extras"], dict):
         raise LaunchInfoError(f"{names['extras']}={texts['extras'][:99]!r} is not a JSON object")
     return LaunchInfo(**values)  # type: ignore[arg-type]
+
+
+def shown(variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables for an error: the beginning of each value."""
+    return {name: text[:99] for name, text in variables.items()}
 
 
 def integer(text: str, variable: str) -> int:

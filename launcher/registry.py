@@ -57,7 +57,7 @@ def find(name: str) -> Any:
     for entry in _entry_points():
         if entry.name == name:
             return entry.load()
-    raise ValueError(f"no launcher is called {name!r}: choose among {', '.join(names())}")
+    raise ValueError(f"no launcher is called {name!r:.99}: choose among {', '.join(names())}")
 
 
 def names() -> Iterator[str]:

@@ -115,7 +115,7 @@ def time_scale() -> float:
             return float(text)
     except ValueError:
         pass
-    raise ValueError(f"{TIME_SCALE}={text} is not a factor: set a number from above 0 to 1")
+    raise ValueError(f"{TIME_SCALE}={text:.99} is not a factor: set a number from above 0 to 1")
 
 
 def patience_s() -> float:
@@ -129,7 +129,7 @@ def patience_s() -> float:
             return float(text)
     except ValueError:
         pass
-    raise ValueError(f"{PATIENCE}={text} is not a number of seconds: set one from 0 on")
+    raise ValueError(f"{PATIENCE}={text:.99} is not a number of seconds: set one from 0 on")
 
 
 TIMINGS = Timings().scaled(time_scale())

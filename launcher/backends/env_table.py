@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from launcher.job import LOOPBACK, Job
-from launcher.launch_info import LaunchInfo, LaunchInfoError, integer
+from launcher.launch_info import LaunchInfo, LaunchInfoError, integer, shown
 
 
 def read_variables(
@@ -20,7 +20,7 @@ def read_variables(
     variables = {name: environ.get(name, "") for name in names}
     missing = [name for name, value in variables.items() if not value]
     if missing:
-        present = {name: value for name, value in variables.items() if value}
+        present = {name: value for name, value in shown(variables).items() if value}
         raise LaunchInfoError(
             f"only some of {backend}'s variables: {', '.join(missing)} not set, but {present}. "
             f"This process cannot tell which rank it is. {hint(backend)}"
@@ -57,7 +57,7 @@ def build(backend: str, variables: Mapping[str, str], **values: object) -> Launc
 def contradiction(backend: str, variables: Mapping[str, str], problem: str) -> LaunchInfoError:
     """The error to raise where the variables cannot all be true."""
     return LaunchInfoError(
-        f"{backend}'s variables contradict each other: {problem}; they are {dict(variables)}. "
+        f"{backend}'s variables contradict each other: {problem}; they are {shown(variables)}. "
         f"{hint(backend)}"
     )
 

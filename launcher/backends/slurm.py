@@ -79,9 +79,9 @@ def _check_tasks_here(variables: Mapping[str, str], tasks: int) -> None:
         raise contradiction(
             NAME,
             variables,
-            f"task {variables['SLURM_PROCID']} among tasks {ranks_here} of this node, which should "
-            f"be {tasks}. A script submitted from inside another step inherits its variables: "
-            "submit it with --export=NONE",
+            f"task {variables['SLURM_PROCID']:.9} among {len(ranks_here)} of this node, where "
+            f"{tasks} should be. A script submitted from inside another step inherits its "
+            "variables: submit it with --export=NONE",
         )
 
 

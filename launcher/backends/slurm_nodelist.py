@@ -26,7 +26,7 @@ def expand_nodes(text: str) -> list[str]:
     """
     items = ITEM.findall(text)
     if ",".join(items) != text or not items:
-        raise ValueError(f"{text!r} is not a SLURM node list such as 'n[1-3,7],login'")
+        raise ValueError(f"{text!r:.99} is not a SLURM node list such as 'n[1-3,7],login'")
     nodes: list[str] = []
     for item in items:
         nodes += _expand_item(item)
@@ -56,11 +56,11 @@ def _expand_ranges(text: str) -> list[str]:
     for part in text.split(","):
         match = RANGE.fullmatch(part)
         if match is None:
-            raise ValueError(f"[{text}] in a SLURM node list is not a range such as [1-3,7]")
+            raise ValueError(f"[{text:.99}] in a SLURM node list is not a range such as [1-3,7]")
         first, last = match[1], match[2] or match[1]
         _check_digits(first, last)
         if int(first) > int(last):
-            raise ValueError(f"[{text}] in a SLURM node list is not a range such as [1-3,7]")
+            raise ValueError(f"[{text:.99}] in a SLURM node list is not a range such as [1-3,7]")
         _check_count(len(expanded) + int(last) - int(first) + 1, text)
         expanded += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     return expanded
@@ -81,7 +81,9 @@ def expand_tasks(text: str) -> list[int]:
     for part in text.split(","):
         match = TASKS.fullmatch(part)
         if match is None:
-            raise ValueError(f"{text!r} is not a SLURM list of tasks per node such as '2(x3),1'")
+            raise ValueError(
+                f"{text!r:.99} is not a SLURM list of tasks per node such as '2(x3),1'"
+            )
         _check_digits(match[1], match[2] or "1")
         _check_count(len(counts) + int(match[2] or 1), text)
         counts += [int(match[1])] * int(match[2] or 1)

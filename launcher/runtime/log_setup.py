@@ -37,7 +37,7 @@ def configure() -> None:
     """
     level = os.environ.get(LOG_LEVEL, "").upper()
     if level and level not in LEVELS:
-        raise ValueError(f"{LOG_LEVEL}={level} is not a level: set one of {', '.join(LEVELS)}")
+        raise ValueError(f"{LOG_LEVEL}={level:.99} is not a level: set one of {', '.join(LEVELS)}")
     for name in LOGGERS:
         logger = logging.getLogger(name)
         if level:

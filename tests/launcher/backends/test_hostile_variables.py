@@ -32,6 +32,9 @@ VALUES = (
     "²",
     "\udcff",
     "[" * 60_000,
+    "n" * 10**6,
+    "n[" + "1" * 10**6 + "]",
+    "0," * 10**6,
     "n[1-9999999]",
 )
 
@@ -48,5 +51,6 @@ def test_a_value_that_no_launcher_sets_is_an_error_of_the_launcher(value, monkey
                 info = backend.detect({**variables, name: value})
             except LaunchInfoError as error:
                 assert name in str(error) or name.removeprefix("DRUMLINE_").lower() in str(error)
+                assert len(str(error)) < 5000
             else:
                 assert info is None or LaunchInfo.from_bytes(info.to_bytes()) == info
