@@ -7,11 +7,13 @@ with cache.lock(key):
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import re
 import secrets
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock
@@ -34,7 +36,7 @@ class ArtifactCache:
         self.folder = Path(folder) if folder else user_cache_folder() / "artifacts"
         try:
             make_private(self.folder)
-        except PermissionError as error:
+        except OSError as error:
             raise BuildError(f"{error} Or give a folder of your own.") from error
 
     def path(self, key: str) -> Path:
@@ -54,11 +56,10 @@ class ArtifactCache:
 
         A damaged one is not deleted: another process may just be replacing it.
         """
-        try:
+        with contextlib.suppress(FileNotFoundError), self._errors_named():
             data, mac = self.path(key).read_bytes(), self._mac_path(key).read_bytes()
-        except FileNotFoundError:
-            return None
-        return data if hmac.compare_digest(mac, self._mac(key, data).encode()) else None
+            return data if hmac.compare_digest(mac, self._mac(key, data).encode()) else None
+        return None
 
     def store(self, key: str, data: bytes) -> None:
         """Store the artifact atomically."""
@@ -66,12 +67,25 @@ class ArtifactCache:
         self._write(self._mac_path(key), self._mac(key, data).encode())
 
     def _write(self, path: Path, data: bytes) -> None:
-        handle, name = tempfile.mkstemp(dir=self.folder)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(handle)
-        os.replace(name, path)
+        with self._errors_named():
+            handle, name = tempfile.mkstemp(dir=self.folder)
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(handle)
+            os.replace(name, path)
+
+    @contextlib.contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise BuildError(
+                f"the cache of compiled artifacts cannot be used: {error}. Delete what is there, "
+                f"or let this user read and write {self.folder}, or give another folder."
+            ) from error
 
     def _mac_path(self, key: str) -> Path:
         return self.folder / f"{key}.seal"

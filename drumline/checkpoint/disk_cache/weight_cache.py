@@ -58,11 +58,20 @@ class WeightCache:
     def __init__(self, folder: str | Path | None = None, limit_nbytes: int = LIMIT_NBYTES):
         self.folder = Path(folder) if folder else user_cache_folder() / "weights"
         self.limit_nbytes = limit_nbytes
+        self._refused: set[Path] = set()  # by their permissions
 
     def checkpoints(self) -> list[CachedCheckpoint]:
-        """All that is kept, the least recently used first."""
-        folders = self.folder.glob("*/")
-        checkpoints = [checkpoint for checkpoint in map(_describe, folders) if checkpoint]
+        """All that is kept, the least recently used first; says once what may not be read."""
+        checkpoints = []
+        for folder in (self.folder, *self.folder.glob("*/")):
+            try:
+                checkpoints.append(_describe(folder))
+            except PermissionError as error:
+                if folder not in self._refused:
+                    log.warning("of the cache of weights, this is not counted: %s", error)
+                self._refused.add(folder)
+            except OSError:  # it is none, or another process deletes it meanwhile
+                continue
         return sorted(checkpoints, key=lambda checkpoint: checkpoint.last_used)
 
     def clear(self) -> int:
@@ -197,13 +206,12 @@ def _is_of(folder: Path, lock: int) -> bool:
         return False
 
 
-def _describe(folder: Path) -> CachedCheckpoint | None:
-    """The checkpoint in a folder; None if another process deletes it meanwhile, or it is none."""
-    with contextlib.suppress(OSError), _lock_of(folder) as lock:
+def _describe(folder: Path) -> CachedCheckpoint:
+    """The checkpoint in a folder. Raises OSError if that is none, or may not be read."""
+    with _lock_of(folder) as lock:
         nbytes = sum(map(_nbytes, folder.iterdir()))
         last_used = os.fstat(lock).st_mtime
         return CachedCheckpoint(folder, _name(folder), nbytes, last_used, not _is_free(lock))
-    return None
 
 
 def _nbytes(file: Path) -> int:

@@ -159,6 +159,20 @@ def test_an_artifact_that_is_just_being_replaced_is_not_removed(tmp_path):
     assert cache.load("key") == b"new"
 
 
+@pytest.mark.parametrize("name", ["key.artifact", "key.seal", "secret"])
+def test_what_lies_in_place_of_a_file_of_the_cache_is_named(tmp_path, name):
+    """The error was an IsADirectoryError, of which nothing said what to do."""
+    cache = ArtifactCache(tmp_path / "c")
+    cache.store("key", b"data")
+    (cache.folder / name).unlink()
+    (cache.folder / name).mkdir()
+    for use in (lambda: cache.load("key"), lambda: cache.store("key", b"data")):
+        with pytest.raises(BuildError, match=f"{name}.* Delete what is there"):
+            use()
+    with pytest.raises(BuildError, match="Or give a folder of your own"):
+        ArtifactCache(__file__)
+
+
 @pytest.mark.parametrize("key", ["../outside", "a/b", ""])
 def test_a_key_that_would_lead_out_of_the_folder_is_refused(tmp_path, key):
     with pytest.raises(BuildError, match="not a file name"):

@@ -375,6 +375,20 @@ def test_the_command_lists_and_clears(own_cache, capsys):
     assert capsys.readouterr().out.startswith("1.0 KiB deleted\n0 B of at most 64.0 GiB")
 
 
+def test_a_folder_that_may_not_be_read_is_said_once(own_cache, monkeypatch, caplog):
+    """It was not counted, in silence."""
+
+    def refused(folder, *flags):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    (own_cache / "other").mkdir(parents=True)
+    monkeypatch.setattr(weight_cache, "_open_lock", refused)
+    cache = WeightCache()
+    assert [cache.checkpoints(), cache.checkpoints()] == [[], []]
+    for folder in (own_cache, own_cache / "other"):
+        assert caplog.text.count(f"not counted: [Errno 13] Permission denied: '{folder}'") == 1
+
+
 def test_folders_that_are_no_checkpoints_are_passed_over(own_cache, capsys):
     """A lock that was a folder, or led nowhere, ended `drumline cache`, and loading with it."""
     cache = WeightCache()
