@@ -21,6 +21,7 @@ from launcher.system import linux
 
 VARIABLE = ENV_PREFIX + "TOKEN"
 OLD_VARIABLE = ENV_PREFIX + "SECRET"  # 64 hexadecimal digits, for every host; a token, too
+VARIABLES = (VARIABLE, OLD_VARIABLE)
 ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # Crockford's base32
 LOOKS_LIKE = str.maketrans("ILO", "110")
 NUM_DRAWN, NUM_CHECKED, GROUP = 26, 2, 4  # characters: 130 random bits, and 10 against a slip
@@ -104,23 +105,12 @@ def take(environ: MutableMapping[str, str]) -> LaunchToken | None:
 
     Raises ValueError that names the variable.
     """
-    for name, text in forget(environ).items():
+    for name, text in linux.remove_variables(environ, VARIABLES).items():
         try:
             return LaunchToken.parse(text)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     return None
-
-
-def forget(environ: MutableMapping[str, str]) -> dict[str, str]:
-    """Remove the variables of a token from the environment of this process and its children, and
-    from what /proc shows; what they were."""
-    texts = {name: environ[name] for name in (VARIABLE, OLD_VARIABLE) if name in environ}
-    for name in texts:
-        if environ is os.environ:
-            linux.erase_variable(name)
-        del environ[name]
-    return texts
 
 
 def read_file(path: str) -> LaunchToken:

@@ -49,7 +49,8 @@ def main(text: str) -> int:
     fields = json_values.loads(text)
     job = Job(**{**fields, "target": Target(*fields["target"]), "args": tuple(fields["args"])})
     logs, began_s = Path(str(job.results_dir), rank_main.LOGS), time.monotonic()
-    launch_token.forget(os.environ)  # the threads draw a secret of their own
+    # The threads draw a secret of their own.
+    linux.remove_variables(os.environ, launch_token.VARIABLES)
     faulthandler.enable()
     log_setup.configure()
     mpi_import_check.install("the ranks, threads of one process", job.nprocs)

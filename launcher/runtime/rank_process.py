@@ -84,7 +84,7 @@ def _setup_child(setup: RankSetup, job: Job, server: int) -> None:
     # Only now: handlers and pipes are in place, and what is pending is delivered at once.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_IN_FORK)
     os.environ.pop(CHOICE, None)
-    launch_token.forget(os.environ)  # of other launches
+    linux.remove_variables(os.environ, launch_token.VARIABLES)  # of other launches
     rank_environment.set_variables(setup.info, setup.torch_port, job.restart_count)
     if setup.cpus:
         os.sched_setaffinity(0, setup.cpus)

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterable, MutableMapping
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -72,12 +73,17 @@ def open_missing_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
 
 
-def erase_variable(name: str) -> None:
-    """Overwrite a variable's value in memory, which is where /proc/PID/environ reads it."""
+def remove_variables(environ: MutableMapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """Remove variables from environ; what they were. From that of this process, they go from the
+    memory where /proc/PID/environ reads them, too."""
+    removed = {name: environ[name] for name in names if name in environ}
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_void_p
-    if address := getenv(name.encode()):
-        ctypes.memset(address, ord("-"), len(ctypes.string_at(address)))
+    for name in removed:
+        if environ is os.environ and (address := getenv(name.encode())):
+            ctypes.memset(address, ord("-"), len(ctypes.string_at(address)))
+        del environ[name]
+    return removed
 
 
 def send_signal(pid: int, number: int) -> bool:

@@ -32,7 +32,8 @@ def main(command: Sequence[str]) -> int:
     linux.set_process_name("mpi_abort")
     pre_exec = functools.partial(_pre_exec, os.getpid())
     rank = subprocess.Popen(command, close_fds=False, preexec_fn=pre_exec)
-    linux.erase_variable(launch_secret.SECRET)  # the rank has its own copy, and erases it
+    # The rank has its own copy, and erases it.
+    linux.remove_variables(os.environ, (launch_secret.SECRET,))
     status = rank.wait()
     code = linux.shell_exit_code(status)
     if status < 0 and RANK_MAIN in command:
