@@ -265,19 +265,30 @@ class _ReadOnlyModule(nn.Module):
         super().__setattr__(key, value)
 
 
+def _place(rank: int) -> str:
+    return f"rank {rank}" if rank else "disk"
+
+
+def _description(tensor: Any, **kwargs: Any) -> str:
+    name, rank = tensor.__dict__["_read_only_origin"]
+    return f"<{name} of shape {tuple(tensor.shape)}, {tensor.dtype}, on {_place(rank)}>"
+
+
 DEVICE_OF: Any = torch.Tensor.device.__get__
 
 
 class _ReadOnlyTensor:
     """A weight without values here: anything written into it would be lost silently."""
 
+    __repr__: Any = _description
+    __format__: Any = object.__format__  # by the one before
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """torch.save(model.state_dict()) would write a file without these values."""
         name, rank = self.__dict__["_read_only_origin"]
-        where = f"rank {rank}" if rank else "disk"
         raise DrumlineError(
-            f"rank 0: {name} is on {where}, so it cannot be saved or pickled from here, and a file "
-            "without it could not be loaded; copy the checkpoint that it was loaded from."
+            f"rank 0: {name} is on {_place(rank)}, so it cannot be saved or pickled from here, and "
+            "a file without it could not be loaded; copy the checkpoint that it was loaded from."
         )
 
     @classmethod
@@ -300,9 +311,8 @@ class _ReadOnlyTensor:
                 if scale and is_scaled and [type(n) in (int, float) for n in numbers] == [True]:
                     scale(rank, name, func.__name__, *numbers)
                     return tensor
-                where = f"rank {rank}" if rank else "disk"
                 raise DrumlineError(
-                    f"rank 0: {func.__name__} on {name}, which is on {where}, would change "
+                    f"rank 0: {func.__name__} on {name}, which is on {_place(rank)}, would change "
                     "nothing there; write the weights that you want into a checkpoint and load "
                     "that, or give the layer to rank 0 in device_map."
                 )
@@ -325,10 +335,10 @@ class _ReadOnlyTensor:
     ) -> DrumlineError:
         """The error of a function that may have failed for the values that are elsewhere."""
         name, rank = read_only[0].__dict__["_read_only_origin"]
-        where = f"rank {rank}" if rank else "disk"
         return DrumlineError(
-            f"rank 0: {func.__name__} failed with {name}, whose values are on {where} ({error}); "
-            "give that part to rank 0 in device_map, as nothing but a call of it works from here."
+            f"rank 0: {func.__name__} failed with {name}, whose values are on {_place(rank)} "
+            f"({error}); give that part to rank 0 in device_map, as nothing but a call of it works "
+            "from here."
         )
 
 

@@ -250,6 +250,8 @@ def test_the_weights_of_a_sealed_layer_can_be_looked_at_and_computed_with():
     make_read_only(layer, "layers.0", 1)
     weight = layer[0].weight
     assert isinstance(weight, nn.Parameter) and weight.shape == (3, 2) and weight.is_meta
+    shown = "<layers.0.0.weight of shape (3, 2), torch.float32, on rank 1>"
+    assert [repr(weight), str(weight), f"{weight}"] == [shown] * 3
     layer.requires_grad_(False)
     assert not weight.requires_grad
     assert type(weight + 1) is torch.Tensor
