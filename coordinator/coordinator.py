@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import launcher
 from coordinator.addresses import candidates, spans_nodes
@@ -56,6 +56,13 @@ TRACED = (
     ),
     *("once", "split", "put", "get", "wait"),
 )
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+User = TypeVar("User", bound=Closable)
 
 
 class Coordinator(Collectives, SharedState):
@@ -188,6 +195,7 @@ class Coordinator(Collectives, SharedState):
         self._closed = False
         self._recorder: launcher.Recorder | None = None
         self._subgroups: weakref.WeakSet[Coordinator] = weakref.WeakSet()  # and their subgroups
+        self._users: weakref.WeakSet[Closable] = weakref.WeakSet()
         self._node: Coordinator | None = None
         self._leaders: Coordinator | None = None
         self._store = PrefixStore(key, self._session, self.info.rank)
@@ -366,6 +374,8 @@ class Coordinator(Collectives, SharedState):
         limit = self._limit(timeout_s)
         if self._closed or self._pid != os.getpid():
             return
+        for user in tuple(self._users) if self._broken is None else ():
+            user.close()
         self._interrupt(min(limit, self._timings.linger_s))
         groups = (self._node, self._leaders) if self._broken is None else tuple(self._subgroups)
         for group in groups:
@@ -384,6 +394,11 @@ class Coordinator(Collectives, SharedState):
                 f"rank 0 waited {limit:g} s in close ({caller()}) for {names}. Every rank must "
                 "close its Coordinators, or end."
             )
+
+    def close_first(self, user: User) -> User:
+        """The user, such as a model whose layers other ranks run, which close() closes before."""
+        self._users.add(user)
+        return user
 
     def _interrupt(self, limit: float) -> None:
         """Break the call that another thread is in, and see it end."""

@@ -57,6 +57,7 @@ def dispatch(
 
     Raises PlanError or CheckpointError on every rank before serving starts.
     """
+    owner = coor
     with contextlib.ExitStack() as stack:
         if coor is None:
             coor = stack.enter_context(Coordinator())
@@ -69,7 +70,8 @@ def dispatch(
             for check in _fill(model, placed, coor, Path(checkpoint)).copy_checks:
                 stack.enter_context(check)
         stage = run_on_all_ranks(coor, lambda: _keep_own(model, placed, coor.rank, offload_dir))
-        return connect_stages(coor, stage, stack)
+        split = connect_stages(coor, stage, stack)
+        return split if owner is None else owner.close_first(split)
 
 
 def _planned(

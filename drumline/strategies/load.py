@@ -97,7 +97,8 @@ def load(
         devices and links do, and splits layers over ranks of a node, as tp= does, where that is a
         tenth faster; or a module (or prefix) to rank, or to (rank, device). On the device "disk",
         weights are read whenever a layer runs, the next layer's meanwhile.
-    coor: who the ranks are; made from the launch, and closed with the model, if not given.
+    coor: who the ranks are; made from the launch, and closed with the model, if not given;
+        one that is given closes the model before itself.
     max_memory: bytes (or "2GiB") by place {(rank, "cpu"): ..., (rank, "disk"): ...}, by rank
         {0: ...}, by device of the master {"cpu": ...}, or a list by rank; what is free if not
         given, and nothing on disk.
@@ -143,12 +144,12 @@ def load(
         warn_of_unread()
     request = LoadOptions(**arguments, gguf=gguf_path(path, gguf_file), rest=options)
     request.check_together()
+    strategy: Any = load_mesh
     if on_failure == "replan":
-        return load_replanning(path, coor, request)
-    if not request.shards_layers:
-        if device_map == "fastest":
-            return load_fastest(path, coor, request)
-        return load_pipeline(path, coor, request)
-    if request.has_stages:
-        return load_pipeline_tp(path, coor, request)
-    return load_mesh(path, coor, request)
+        strategy = load_replanning
+    elif not request.shards_layers:
+        strategy = load_fastest if device_map == "fastest" else load_pipeline
+    elif request.has_stages:
+        strategy = load_pipeline_tp
+    model = strategy(path, coor, request)
+    return model if coor is None else coor.close_first(model)

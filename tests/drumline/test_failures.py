@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import signal
@@ -180,6 +181,27 @@ def test_servers_wait_for_a_master_that_thinks_longer_than_any_deadline(checkpoi
             return model.generate(torch.arange(3, 12)[None], max_new_tokens=3).shape[-1]
 
     assert ranks(quiet(rank), 2)[0] == 12
+
+
+@pytest.mark.parametrize("does_dispatch", [False, True])
+def test_a_coordinator_that_is_closed_closes_the_model_before(checkpoints, ranks, does_dispatch):
+    """Rank 0 waited for the others, which served the model, until the time-out."""
+    plain, path = checkpoints.llama()
+
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            if does_dispatch:
+                places = {"model": 0, "lm_head": 1}
+                model = drumline.dispatch(copy.deepcopy(plain), places, coor)
+            else:
+                model = drumline.load(path, coor=coor, max_memory=[1 << 30] * 2)
+            assert model(torch.arange(3, 12)[None]).logits.shape[1] == 9
+        with pytest.raises(drumline.DrumlineError, match=r"was closed .* load it again"):
+            model(torch.arange(3, 12)[None])
+        model.close()
+        return True
+
+    assert ranks(quiet(rank), 2)[0]
 
 
 def quiet(rank):
