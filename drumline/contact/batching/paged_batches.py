@@ -15,7 +15,7 @@ import torch
 from drumline.contact import transformers_api
 from drumline.contact.batching.paced_scheduler import Pace, scheduler_class
 from drumline.contact.batching.paged_attention import BY_SEQUENCE
-from drumline.errors import DrumlineError
+from drumline.errors import DrumlineError, PeerLost
 
 api = transformers_api.continuous_batching()
 Tables: Any = api.PagedAttentionCache
@@ -366,7 +366,10 @@ class PagedManager(Manager):  # type: ignore[misc]
         requests = processor.inputs_and_outputs.requests_in_batch
         self.names_in_step = [each.state.request_id for each in requests]
         began_s, scheduler = time.monotonic(), processor.scheduler
-        processor._generation_step(SteppedModel(self.model, processor, self._choose))
+        try:
+            processor._generation_step(SteppedModel(self.model, processor, self._choose))
+        except PeerLost as error:  # transformers logs it; who meets the request's end has the rest
+            raise error.with_traceback(None) from None
         if scheduler.pace is not None and scheduler.num_others:
             scheduler.pace.note(scheduler.num_prompts, time.monotonic() - began_s)
         self.names_in_step = []

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+import traceback
 import weakref
 from pathlib import Path
 
@@ -302,6 +303,31 @@ def test_every_way_to_wait_for_results_ends_with_the_failure(llama, on_master):
             with pytest.raises(drumline.PeerLost, match="lost rank 1"):
                 wait()
         assert model.config._attn_implementation == "sdpa"
+
+    on_master(llama[0], 2, work)
+
+
+def test_a_lost_rank_is_logged_without_the_calls_that_led_there(llama, on_master):
+    """The same error stood there twice, with sixty calls of libraries."""
+
+    def lost(*_, **__):
+        try:
+            raise drumline.PeerLost("the ring broke")
+        except drumline.PeerLost as error:
+            raise drumline.PeerLost("rank 0 lost rank 1") from error
+
+    def work(model):
+        manager = model.init_continuous_batching(GREEDY)
+        manager.warmup()
+        manager.batch_processor._generation_step = lost
+        manager.add_requests([[5]])
+        manager.start()
+        manager._generation_thread.join(20)
+        error = manager.failure
+        assert error.__cause__ is None and error.__suppress_context__
+        traceback_text = "".join(traceback.format_exception(error))
+        assert traceback_text.count("lost rank 1") == 1 and "the ring broke" not in traceback_text
+        assert len(traceback.extract_tb(error.__traceback__)) <= 4
 
     on_master(llama[0], 2, work)
 
