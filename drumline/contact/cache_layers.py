@@ -16,22 +16,32 @@ import torch
 
 from drumline.contact import transformers_api as api
 
-_CONFIG = api.PreTrainedConfig(
-    num_hidden_layers=2, sliding_window=4, layer_types=["full_attention", "sliding_attention"]
-)
 
-
-def tiny_cache(is_static: bool) -> Any:
-    """A cache of a layer that keeps all tokens, and one that keeps a window of them; 8 at most."""
-    if is_static:
-        return api.StaticCache(config=_CONFIG, max_cache_len=8)
-    return api.DynamicCache(config=_CONFIG)
+def tiny_cache(is_static: bool, window: int = 4, tokens: int = 8) -> Any:
+    """A cache of a layer with room for all tokens, or these, and one that keeps a window."""
+    kinds = ["full_attention", "sliding_attention"]
+    config = api.PreTrainedConfig(num_hidden_layers=2, sliding_window=window, layer_types=kinds)
+    return api.StaticCache(config, tokens) if is_static else api.DynamicCache(config=config)
 
 
 DynamicLayer, DynamicWindow = [type(layer) for layer in tiny_cache(False).layers]
 StaticLayer, StaticWindow = [type(layer) for layer in tiny_cache(True).layers]
 PLAIN_KINDS = (DynamicLayer, DynamicWindow, StaticLayer, StaticWindow)
 """The kinds of layers that hold keys and values by sequence and token, and nothing else."""
+
+
+def _differing(one: Any, other: Any, *values: Any) -> str:
+    """The attribute that has the first of these values in one layer, and the last in another."""
+    pairs = ((name, value, vars(other).get(name)) for name, value in vars(one).items())
+    return next((name for name, *pair in pairs if [*map(repr, pair)] == [*map(repr, values)]), "")
+
+
+_recording = tiny_cache(False)
+getattr(_recording, "activate_past_recording", int)()
+_WINDOW = _differing(tiny_cache(False).layers[1], tiny_cache(False, window=5).layers[1], 4, 5)
+_ROOM = _differing(tiny_cache(True).layers[0], tiny_cache(True, tokens=9).layers[0], 8, 9)
+_RECORDS = _differing(tiny_cache(False).layers[1], _recording.layers[1], False, True)
+"""Attributes of layers, found by what they say; "", which no layer has, where none says it."""
 
 
 def is_plain(layer: Any) -> bool:
@@ -92,22 +102,22 @@ def counts_tokens(layer: Any) -> bool:
 
 def is_window(layer: Any) -> bool:
     """True if it keeps the last tokens only."""
-    return bool(getattr(layer, "is_sliding", False))
+    return isinstance(layer, (DynamicWindow, StaticWindow))
 
 
 def window_tokens(layer: Any) -> float:
     """The tokens that it keeps at most; infinity if it keeps them all."""
-    return float(getattr(layer, "sliding_window", math.inf)) if is_window(layer) else math.inf
+    return float(getattr(layer, _WINDOW, math.inf)) if is_window(layer) else math.inf
 
 
 def records_past(layer: Any) -> bool:
     """True if it keeps what it would forget, until crop() is called."""
-    return bool(getattr(layer, "record_past", False))
+    return bool(getattr(layer, _RECORDS, False))
 
 
 def max_tokens(layer: Any) -> int | None:
     """The tokens that a static layer has room for; None if it has no such number."""
-    return getattr(layer, "max_cache_len", None)
+    return getattr(layer, _ROOM, None)
 
 
 def has_state(layer: Any) -> bool:

@@ -52,7 +52,8 @@ def without_caches(values: Mapping[str, Any]) -> dict[str, Any]:
 def pair_of(cache: Cache) -> tuple[Cache, Cache] | None:
     """The caches of a decoder's own tokens and of its encoder's; None for a cache that is one."""
     if isinstance(cache, api.EncoderDecoderCache):
-        return cache.self_attention_cache, cache.cross_attention_cache
+        own, cross = filter(is_cache, vars(cache).values())  # as they are given to it
+        return own, cross
     return None
 
 
@@ -114,9 +115,13 @@ def has_windows(cache: Any) -> bool:
     return any(map(cache_layers.is_window, cache.layers))
 
 
+_FLAGS = [name for name, value in vars(api.DynamicCache()).items() if value is False]
+"""What a cache that keeps its layers where they are computed says that it does not."""
+
+
 def is_offloading(cache: Any) -> bool:
     """True if it keeps its layers on the CPU while others are computed."""
-    return bool(cache.offloading)
+    return any(getattr(cache, name, False) for name in _FLAGS)
 
 
 def is_quantized(cache: Any) -> bool:
@@ -159,9 +164,9 @@ def make_cache(config: Any, kind: str, detail: Any, rest: Any) -> Cache:
         return class_named(detail, api.DynamicCache)()
     is_all_plain = rest
     if kind == "static":
-        cache = api.StaticCache(config=config, max_cache_len=detail)
+        cache = api.StaticCache(config, detail)
         if is_all_plain:
-            layers = [cache_layers.StaticLayer(max_cache_len=detail) for _ in cache.layers]
+            layers = [cache_layers.StaticLayer(detail) for _ in cache.layers]
             cache.layers = layers
         return cache
     assert kind == "dynamic", kind

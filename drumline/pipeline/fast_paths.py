@@ -164,7 +164,7 @@ def warn_if_off() -> None:
     if off := [name for name, happens in check().items() if not happens]:
         warnings.warn(
             f"transformers {installed('transformers')}: {', '.join(off)} do not happen with "
-            "this version, so tokens are right and come later. `drumline doctor` shows the "
+            "this version, so tokens come later, or an error does. `drumline doctor` shows the "
             f"versions that were read; pip install 'transformers=={READ['transformers'][-1]}' "
             "is the newest of them.",
             stacklevel=3,

@@ -1,7 +1,7 @@
-"""Renames once more what transformers' models call their cache, and runs one over two ranks.
+"""Renames once more what transformers' models call their cache, and runs two over two ranks.
 
 The word is replaced in the source of the installed release while it is imported: in parameters,
-arguments, outputs and what generate() hands on.
+arguments, outputs and what generate() hands on. So are attributes of caches and of their layers.
 """
 
 import ast
@@ -22,22 +22,32 @@ MODULES = (
     "transformers.modeling_layers",
     "transformers.modeling_outputs",
     "transformers.models.llama.modeling_llama",
+    "transformers.models.mistral.modeling_mistral",
     "transformers.utils.auto_docstring",
     "transformers.utils.generic",
 )
 NEW = "zebra"
+CACHES = "transformers.cache_utils"
+ATTRIBUTES = re.compile(
+    r"(?<=self\.)(offloading|max_cache_len|sliding_window|record_past|self_attention_cache"
+    r"|cross_attention_cache)\b|(?<=\")(record_past|is_sliding)(?=\")|\bis_sliding(?= = )"
+)
 
 
 class RenamingLoader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname):
         path = self.get_filename(fullname)
         source = self.get_data(path).decode()
-        return self.source_to_code(re.sub(rf"(?<!batching\.)\b{OLD}\b", NEW, source).encode(), path)
+        if fullname == CACHES:
+            source = ATTRIBUTES.sub(rf"{NEW}_\g<0>", source)
+        else:
+            source = re.sub(rf"(?<!batching\.)\b{OLD}\b", NEW, source)
+        return self.source_to_code(source.encode(), path)
 
 
 class RenamingFinder(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname, path=None, target=None):
-        if fullname not in MODULES:
+        if fullname not in (*MODULES, CACHES):
             return None
         found = importlib.machinery.PathFinder.find_spec(fullname, path)
         loader = RenamingLoader(fullname, found.origin)
@@ -62,10 +72,17 @@ OLD = installed_word()
 sys.meta_path.insert(0, RenamingFinder())
 
 import torch  # noqa: E402
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import (  # noqa: E402
+    DynamicCache,
+    EncoderDecoderCache,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    StaticCache,
+)
 
 import drumline  # noqa: E402
 import launcher  # noqa: E402
+from drumline.contact.caches import pair_of  # noqa: E402
 from drumline.pipeline import fast_paths, microbatch  # noqa: E402
 from drumline.pipeline.microbatch_runner import MicrobatchRunner  # noqa: E402
 
@@ -74,9 +91,9 @@ IDS = torch.randint(3, 64, (9, 7), generator=torch.Generator().manual_seed(5))
 OPTIONS = {"max_new_tokens": 4, "pad_token_id": 0}
 
 
-def make(path: str):
+def make(path: str, kind: type, **sizes: int):
     torch.manual_seed(1)
-    config = LlamaConfig(
+    config = kind.config_class(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=64,
@@ -84,8 +101,9 @@ def make(path: str):
         num_attention_heads=4,
         num_key_value_heads=2,
         initializer_range=0.5,
+        **sizes,
     )
-    model = LlamaForCausalLM(config).eval()
+    model = kind(config).eval()
     model.save_pretrained(path)
     return model
 
@@ -94,8 +112,12 @@ def make(path: str):
 def work(model):
     found = []
     older = {"past_key_values"} - {OLD}  # since 5.24 a caller may use that as well
-    for name in (NEW, *older):
-        cache = DynamicCache(config=model.config)
+    for name, kind in (
+        (NEW, DynamicCache),
+        (NEW, StaticCache),
+        *((n, DynamicCache) for n in older),
+    ):
+        cache = kind(model.config, 9) if kind is StaticCache else kind(config=model.config)
         output = model(input_ids=IDS, **{name: cache})
         assert output[NEW] is cache and cache.get_seq_length(3) == 7
         found.append(output.logits.argmax(-1).tolist())
@@ -106,14 +128,24 @@ def work(model):
     return found
 
 
-def rank(path: str):
-    torch.set_num_threads(1)
-    with drumline.load(path, max_memory=[1 << 30] * 2) as model:
-        return work(model)
+def guess(model):
+    """Tokens from the prompt: layers of windows record what they would forget, to crop it."""
+    options = {"do_sample": False, "prompt_lookup_num_tokens": 3, **OPTIONS}
+    return model.generate(IDS.view(1, -1), **options).tolist()
+
+
+def over_ranks(path: str, use):
+    def rank():
+        torch.set_num_threads(1)
+        with drumline.load(path, max_memory=[1 << 30] * 2) as model:
+            return use(model)
+
+    return launcher.launch(rank, nprocs=2, launcher="threads", timeout_s=100)[0]
 
 
 def main(path: str) -> None:
-    plain, checked = make(path), fast_paths.check()
+    plain, checked = make(f"{path}/all", LlamaForCausalLM), fast_paths.check()
+    windows = make(f"{path}/windows", MistralForCausalLM, sliding_window=6)
     microbatch.SMALLEST_PASS, microbatch.SMALLEST_STREAM = 7, 2
     splits, map_parts = [], MicrobatchRunner.map
 
@@ -123,11 +155,16 @@ def main(path: str) -> None:
         return map_parts(self, work, items, *until)
 
     MicrobatchRunner.map = count
-    found = launcher.launch(rank, nprocs=2, launcher="threads", args=(path,), timeout_s=100)[0]
+    found = over_ranks(f"{path}/all", work)
+    cut = list(splits)
+    caches = DynamicCache(), DynamicCache()
     answer = {
-        "renamed": NEW in inspect.signature(LlamaForCausalLM.forward).parameters,
+        "renamed": NEW in inspect.signature(LlamaForCausalLM.forward).parameters
+        and not hasattr(caches[0], "offloading"),
         "same": found == work(plain),
-        "splits": splits,
+        "guessed": over_ranks(f"{path}/windows", guess) == guess(windows),
+        "pair": pair_of(EncoderDecoderCache(*caches)) == caches,
+        "splits": cut,
         "fast_paths": checked,
     }
     print(json.dumps(answer))
