@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs.syntax_trees import nodes, trees
+from tests.programs.syntax_trees import loaded_by_name, nodes, trees
 from tests.versions.taken_names import RELEASES, TAKEN
 
 IMPORTED_BY = {
@@ -20,15 +20,30 @@ IMPORTED_BY = {
 
 def imported(tree):
     """The libraries that a module imports, also inside of functions and for types."""
-    names = []
+    names = [*loaded_by_name(tree)]
     for node in nodes(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names.append(node.module or "")
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            names += [item.value for item in node.args if isinstance(item, ast.Constant)]
     return {name.split(".")[0] for name in names}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f():\n    from uvicorn.config import Config",
+        "import importlib\nx = importlib.import_module('uvicorn.config')",
+        "from importlib import import_module as load\nx = load('uvicorn')",
+        "x = __import__('uvicorn')",
+        "import sys\nx = sys.modules['uvicorn'].Config",
+        "from sys import modules\nx = modules.get('uvicorn')",
+        "import pkgutil\nx = pkgutil.resolve_name('uvicorn:Config')",
+    ],
+)
+def test_no_way_to_import_a_library_is_overlooked(code):
+    """For transformers the import statement alone was looked for."""
+    assert "uvicorn" in imported(ast.parse(code))
 
 
 @pytest.mark.parametrize("library", sorted(IMPORTED_BY))

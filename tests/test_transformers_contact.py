@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM, WhisperForConditionalGeneration
 
 from drumline.contact import transformers_api
 from drumline.contact.loading import weights
-from tests.programs.syntax_trees import nodes, trees
+from tests.programs.syntax_trees import loaded_by_name, nodes, trees
 from tests.versions.taken_names import (
     BATCHING_NAMES,
     BATCHING_UNDERSCORES,
@@ -36,7 +36,7 @@ NAMES_AS_TEXT = {
 
 def imported(tree: ast.Module) -> set[str]:
     """The names of transformers that a module takes, by import or as attributes of it."""
-    names, modules = set(), set()
+    names, modules = set(), {n for n in loaded_by_name(tree) if n.split(".")[0] == "transformers"}
     for node in nodes(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformers":
             names |= {alias.name for alias in node.names}
@@ -48,6 +48,7 @@ def imported(tree: ast.Module) -> set[str]:
 
 
 def test_one_module_imports_transformers():
+    assert imported(ast.parse("x = import_module('transformers.cache_utils')"))
     assert {path for path, tree in trees().items() if imported(tree)} == {CONTACT}
 
 

@@ -54,7 +54,7 @@ def _multiplied(mat_a: Tensor, mat_b: Tensor, **_: Any) -> Tensor:
 
 ANSWERS: dict[Any, Callable[..., Any]] = {
     functional.scaled_dot_product_attention: _attention_output,
-    getattr(torch, "_grouped_mm", functional.grouped_mm): _multiplied,
+    torch_private.grouped_mm: _multiplied,
     Tensor.nonzero: _positions,
     torch.nonzero: _positions,
     torch.where: _selected,

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.export import ExportedProgram
 
 from coordinator import torch_private
-from tests.programs.syntax_trees import nodes, trees
+from tests.programs.syntax_trees import loaded_by_name, nodes, trees
 from tests.versions.taken_names import RELEASES, TORCH
 
 CONTACT = Path("coordinator/torch_private.py")
@@ -82,7 +82,11 @@ def root(node):
 
 def private_names(tree, torchs):
     """Line and name of what a module takes of torch by private names, as code or as text."""
-    roots, taken = torch_names(tree), []
+    roots = torch_names(tree)
+    loaded = [name.split(".") for name in loaded_by_name(tree)]
+    taken = [
+        (0, part) for name in loaded if name[0] == "torch" for part in name if is_private(part)
+    ]
     for node in nodes(tree):
         names = []
         if isinstance(node, ast.Attribute):
@@ -95,6 +99,10 @@ def private_names(tree, torchs):
         elif isinstance(node, ast.Import):
             of_torch = [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
             names = [part for name in of_torch for part in name.split(".")]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+            item, *rest = node.args
+            texts = [text.value for text in rest if isinstance(text, ast.Constant)]
+            names = [text for text in texts if isinstance(text, str) and root(item) in roots]
         elif isinstance(node, ast.Constant) and node.value in torchs:
             names = [node.value]
         elif isinstance(node, ast.ClassDef):
@@ -119,6 +127,11 @@ def test_one_module_touches_private_names_of_torch():
         for line, name in private_names(tree, torchs)
     ]
     assert places == []
+
+
+def test_private_names_are_seen_as_text_too():
+    for code in ("import torch\nx = getattr(torch, '_C')", "x = import_module('torch._dynamo')"):
+        assert private_names(ast.parse(code), set())
 
 
 def test_each_private_name_has_a_reason_and_the_releases_that_were_read():
