@@ -262,6 +262,7 @@ class ChatCompletionRequest(GenerationRequest):
     """The body of /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
@@ -282,6 +283,9 @@ class ChatCompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")  # type: ignore[untyped-decorator]
     def _check_tool_choice(self) -> ChatCompletionRequest:
+        for function in self._functions():
+            if not isinstance(function.get("parameters"), (dict, type(None))):
+                raise ValueError("tools: the parameters of a function are not a JSON object")
         names = [function.get("name") for function in self._functions()]
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice is required, but there are no tools to choose from")

@@ -194,3 +194,19 @@ def test_false_as_the_number_of_log_probabilities_is_none():
     assert completion(logprobs=False).num_logprobs is None
     assert completion(logprobs=0).num_logprobs == 0
     assert not chat(parallel_tool_calls=False).parallel_tool_calls
+
+
+@pytest.mark.parametrize("parameters", [True, False, 5, [], "x"])
+def test_parameters_of_a_tool_that_are_not_an_object_are_refused(parameters):
+    """A choice of the tool was answered with 500."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with pytest.raises(protocol.ApiError, match="the parameters of a function") as refused:
+        chat(tools=[tool], tool_choice={"type": "function", "function": {"name": "f"}})
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("count", [0, -0.0])
+def test_a_chat_of_no_tokens_is_refused(count):
+    """It was answered to the limit of the server."""
+    with pytest.raises(protocol.ApiError, match="max_tokens"):
+        chat(max_tokens=count)
