@@ -193,5 +193,5 @@ def _memory_and_processor(pid: int) -> tuple[int, float]:
     """Resident bytes, and seconds of processor time; 0 for a process that has ended."""
     pages = linux.read_proc(f"{pid}/statm").split()
     times = linux.read_proc(f"{pid}/stat").rpartition(")")[2].split()
-    nbytes = int(pages[1]) * resource.getpagesize() if pages else 0
-    return nbytes, (int(times[11]) + int(times[12])) / TICKS_PER_S if times else 0.0
+    num_pages, *ticks = map(linux.kernel_number, (*(pages[1:2] or "0"), *times[11:13]))
+    return num_pages * resource.getpagesize(), sum(ticks) / TICKS_PER_S

@@ -57,17 +57,17 @@ def _rests(folder: Path) -> Iterator[int]:
     """
     for limit_name, used_name in LIMIT_FILES:
         limit, used = linux.read(folder / limit_name), linux.read(folder / used_name)
-        if limit.strip().isdigit() and used:
+        if (limit_nbytes := linux.kernel_number(limit.strip())) and used:
             stat = linux.read(folder / "memory.stat")
             cached = sum(_of_tree(name, stat) for name in RECLAIMED)
             cached -= sum(_of_tree(name, stat) for name in UNWRITTEN)
-            yield max(0, int(limit) - int(used) + max(0, cached))
+            yield max(0, limit_nbytes - linux.kernel_number(used.strip()) + max(0, cached))
 
 
 def _of_tree(name: str, stat: str) -> int:
     """A number of memory.stat with that of cgroups below, which version 1 has beside it."""
     numbers = dict(line.split()[:2] for line in stat.splitlines() if " " in line)
-    return int(numbers.get(f"total_{name}", numbers.get(name, 0)))
+    return linux.kernel_number(numbers.get(f"total_{name}", numbers.get(name, "")))
 
 
 def cgroup_folders(root: Path, own: str) -> list[Path]:
@@ -77,7 +77,7 @@ def cgroup_folders(root: Path, own: str) -> list[Path]:
     """
     folders = {root: None, root / "memory": None}
     for line in own.splitlines():
-        number, controllers, path = line.split(":", 2)
+        number, controllers, path = (*line.split(":", 2), "", "")[:3]
         if number == "0" or "memory" in controllers.split(","):
             top = root if number == "0" else root / "memory"
             folder = top / path.lstrip("/")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import re
 import socket
 import struct
 from pathlib import Path
@@ -65,8 +66,8 @@ def ipv6_addresses() -> list[tuple[str, str]]:
     fields = [line.split() for line in linux.read_proc("net/if_inet6").splitlines()]
     return [
         (name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(text)))
-        for text, _, _, scope, _, name in fields
-        if scope == "00"
+        for text, scope, name in (line[:1] + line[3:6:2] for line in fields if len(line) == 6)
+        if scope == "00" and re.fullmatch("[0-9a-f]{32}", text)
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import re
 import signal
 import threading
 import time
@@ -111,7 +112,7 @@ def read(path: Path) -> str:
     """The text of a file; empty if it is not there, or no longer."""
     try:
         return path.read_text(errors="replace")
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a NUL in its name
         return ""
 
 
@@ -133,11 +134,11 @@ def file_system(device: int, mounts: str = "") -> tuple[str, str]:
 
     mounts: the text of mountinfo, see proc_pid_mountinfo(5); that of this process if not given.
     """
-    number = f"{os.major(device)}:{os.minor(device)}"
+    device_number = f"{os.major(device)}:{os.minor(device)}"
     for line in (mounts or read_proc("self/mountinfo")).splitlines():
         mount, _, description = line.partition(" - ")
-        if mount.split()[2] == number:
-            kind, source = description.split()[:2]
+        if mount.split()[2:3] == [device_number]:
+            kind, source = (*description.split(), "", "")[:2]
             return kind, source
     return "", ""
 
@@ -208,16 +209,25 @@ def has_accelerator() -> bool:
     return any(any(Path("/dev").glob(pattern)) for pattern in ACCELERATORS)
 
 
+def kernel_number(text: str) -> int:
+    """A number as the kernel writes one; 0 for what is none, or has over 64 bits."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 20 else 0
+
+
 def number_after(key: str, text: str) -> int:
     """The number in the line of text that begins with this word; 0 if there is none."""
     lines = [line.split() for line in text.splitlines()]
-    return next((int(words[1]) for words in lines if words[:1] == [key]), 0)
+    return next((kernel_number(words[1]) for words in lines if words[:1] == [key] and words[1:]), 0)
 
 
 def ephemeral_ports() -> range:
     """The ports that the kernel may give to outgoing connections."""
-    first, last = read_proc("sys/net/ipv4/ip_local_port_range").split() or (0, -1)
-    return range(int(first), int(last) + 1)
+    limits = read_proc("sys/net/ipv4/ip_local_port_range").split()
+    return (
+        range(kernel_number(limits[0]), kernel_number(limits[1]) + 1)
+        if len(limits) == 2
+        else range(0)
+    )
 
 
 def clock_id() -> str:
@@ -256,17 +266,19 @@ class ProcessStat(NamedTuple):
 def process_stat(pid: int) -> ProcessStat | None:
     """The process's entry in /proc; None if there is none."""
     fields = read_proc(f"{pid}/stat").rpartition(")")[2].split()  # a name may hold spaces and ")"
-    if not fields:
+    if len(fields) < 20:
         return None
-    status = int(fields[WAIT_STATUS]) if len(fields) > WAIT_STATUS else None
-    return ProcessStat(fields[0], int(fields[1]), int(fields[3]), int(fields[19]), status)
+    status = kernel_number(fields[WAIT_STATUS]) if len(fields) > WAIT_STATUS else None
+    parent, session, start_time = (kernel_number(fields[place]) for place in (1, 3, 19))
+    return ProcessStat(fields[0], parent, session, start_time, status)
 
 
 def catches_signal(pid: int, number: int) -> bool:
     """True if the process has a handler for the signal (proc_pid_status(5), SigCgt)."""
     lines = (line.partition(":") for line in read_proc(f"{pid}/status").splitlines())
-    caught = next((value for name, _, value in lines if name == "SigCgt"), "0")
-    return bool(int(caught, 16) >> (number - 1) & 1)
+    caught = next((value.strip() for name, _, value in lines if name == "SigCgt"), "")
+    is_mask = re.fullmatch("[0-9a-f]{1,32}", caught)
+    return bool(is_mask and int(caught, 16) >> (number - 1) & 1)
 
 
 def process_name(pid: int) -> str:

@@ -48,5 +48,5 @@ def _count_of_machine() -> int:
 def _limit(file: Path) -> str:
     text = linux.read(file).strip()
     # Version 1 has a number near 2^63 for no limit.
-    is_limited = text.isdigit() and int(text) < 1 << 60
-    return f"{file.name} is {int(text) >> 20} MiB" if is_limited else f"{file.name} is not a limit"
+    is_limited = 0 < (nbytes := linux.kernel_number(text)) < 1 << 60
+    return f"{file.name} is {nbytes >> 20} MiB" if is_limited else f"{file.name} is not a limit"
