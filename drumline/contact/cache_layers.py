@@ -80,7 +80,12 @@ def shapes(layer: Any) -> tuple[list[int], list[int]]:
 
 def counts_in_python(layer: Any) -> bool:
     """True unless its tensors and counters stay in the same memory from token to token."""
-    return type(layer) is not StaticLayer
+    return type(layer) is not StaticLayer or _has_counter(tiny_cache(True).layers[0])
+
+
+def _has_counter(new: Any) -> bool:
+    """True if a new layer has a whole number that is 0: those of its size are not."""
+    return any(type(value) is int and value == 0 for value in vars(new).values())
 
 
 def is_croppable(layer: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationMixin
 from transformers.core_model_loading import Transpose, WeightConverter
 
-from drumline.contact import transformers_api
+from drumline.contact import cache_layers, transformers_api
 from drumline.pipeline import fast_paths
 from tests.conftest import ROOT
 
@@ -62,6 +62,19 @@ def test_weights_that_a_release_computes_of_stored_ones_are_told(fresh, monkeypa
     monkeypatch.setattr(transformers_api, "get_model_conversion_mapping", lambda model: [turned])
     (line,) = told()
     assert ": mapped weights do not happen" in line
+
+
+def test_a_static_layer_that_counts_in_python_is_told(fresh, monkeypatch):
+    """A CUDA graph would write each token in the place of the first one."""
+    start = cache_layers.StaticLayer.__init__
+
+    def start_with_counter(self, *args, **kwargs):
+        start(self, *args, **kwargs)
+        self.filled = 0
+
+    monkeypatch.setattr(cache_layers.StaticLayer, "__init__", start_with_counter)
+    (line,) = told()
+    assert ": static layers do not happen" in line
 
 
 def test_a_check_that_fails_does_not_keep_a_model_from_being_loaded(fresh, monkeypatch):
