@@ -16,6 +16,9 @@ def test_the_contact_tests_are_there():
     lines = (ROOT / matrix.CONTACT_TESTS).read_text().splitlines()
     assert lines and all((ROOT / line.partition("::")[0]).exists() for line in lines)
     assert (ROOT / matrix.USES).exists()
+    assert (
+        "tests/test_transformers_contact.py" in lines
+    )  # no import fails where an override is gone
 
 
 def test_every_name_that_is_taken_was_recorded():
