@@ -4,7 +4,7 @@ DrumlineError
  |- PlanError              the model does not fit, or a device map names what is not there
  |- CheckpointError        a file or tensor is missing, truncated or of another shape
  |- StageError             a layer raised on the rank that owns it
- |- MissingPackage         a package of an extra is not installed, or too old
+ |- MissingPackage         a package of an extra is not installed, too old, or lacks a name
  |- RefusedUse             an option or a cache that a split model cannot take; nothing has run
  |- RemoteLayerError       assignment to a layer on another rank (pipeline/unsupported.py)
  |- ServerBusy, RequestTooLarge, ServerStopping  of a server (serving/scheduler.py)
@@ -47,7 +47,7 @@ class StageError(DrumlineError):
 
 
 class MissingPackage(DrumlineError, ImportError):
-    """A package of the extra `models` is not installed, or too old."""
+    """A package of the extra `models` is not installed, too old, or lacks what is taken from it."""
 
 
 class WorkerExit(SystemExit):

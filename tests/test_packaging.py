@@ -272,6 +272,22 @@ def test_models_without_their_packages_say_what_to_install(monkeypatch, capsys, 
     assert drumline.Communicator.__name__ == "Communicator"
 
 
+def test_a_name_that_a_release_took_away_is_an_error_that_says_what_to_do():
+    """It was an ImportError of a name that the user has never heard of."""
+    program = (
+        "import drumline, transformers.modeling_gguf_pytorch_utils as used\n"
+        "del used.TENSOR_PROCESSORS\n"
+        "try:\n    drumline.load('model')\n"
+        "except drumline.MissingPackage as error:\n    print(error)"
+    )
+    command = [sys.executable, "-c", program]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    installed, newest = releases.installed("transformers"), releases.READ["transformers"][-1]
+    assert said.startswith(f"transformers {installed} does not have what") and said.endswith(
+        f"; pip install 'transformers=={newest}', the newest that was read.\n"
+    )
+
+
 def test_the_console_script_is_the_command_line():
     entries = PROJECT["scripts"]
     assert set(entries) == {"drumline"}

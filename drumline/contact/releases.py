@@ -5,8 +5,12 @@ print(", ".join(READ["transformers"]), installed("transformers"))
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from importlib import metadata
+
+from drumline.errors import MissingPackage
 
 READ = {
     "transformers": ("5.21.0", "5.22.2", "5.23.0", "5.24.0"),
@@ -42,3 +46,15 @@ def unread(library: str, version: str) -> str | None:
         f"{library} {version} was not read by this drumline (read: {first} to {last}), so what it "
         f"changed may raise or be slower; if so, pip install '{library}<{end_of_range(library)}'."
     )
+
+
+@contextlib.contextmanager
+def named_if_gone(library: str) -> Iterator[None]:
+    """Within, imports from a library. Raises MissingPackage for a name that it does not have."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingPackage(
+            f"{library} {installed(library)} does not have what drumline takes from it ({error}); "
+            f"pip install '{library}=={READ[library][-1]}', the newest that was read."
+        ) from error

@@ -11,40 +11,43 @@ import functools
 import types
 from typing import Any
 
-import transformers
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    MODEL_MAPPING,
-    AutoConfig,
-    AutoTokenizer,
-    Cache,
-    DynamicCache,
-    EncoderDecoderCache,
-    EosTokenCriteria,
-    GenerationConfig,
-    MaxLengthCriteria,
-    PreTrainedConfig,
-    PreTrainedModel,
-    QuantizedCache,
-    StaticCache,
-    StoppingCriteria,
-    StopStringCriteria,
-    TextStreamer,
-    dynamic_module_utils,
-)
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import rename_source_key
-from transformers.modeling_gguf_pytorch_utils import (
-    TENSOR_PROCESSORS,
-    TensorProcessor,
-    get_gguf_hf_weights_map,
-)
-from transformers.modeling_utils import LoadStateDictInfo
-from transformers.quantizers.auto import get_hf_quantizer
-from transformers.utils import ModelOutput
+from drumline.contact import releases
+
+with releases.named_if_gone("transformers"):
+    import transformers
+    from transformers import (
+        CONFIG_MAPPING,
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        MODEL_MAPPING,
+        AutoConfig,
+        AutoTokenizer,
+        Cache,
+        DynamicCache,
+        EncoderDecoderCache,
+        EosTokenCriteria,
+        GenerationConfig,
+        MaxLengthCriteria,
+        PreTrainedConfig,
+        PreTrainedModel,
+        QuantizedCache,
+        StaticCache,
+        StoppingCriteria,
+        StopStringCriteria,
+        TextStreamer,
+        dynamic_module_utils,
+    )
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import rename_source_key
+    from transformers.modeling_gguf_pytorch_utils import (
+        TENSOR_PROCESSORS,
+        TensorProcessor,
+        get_gguf_hf_weights_map,
+    )
+    from transformers.modeling_utils import LoadStateDictInfo
+    from transformers.quantizers.auto import get_hf_quantizer
+    from transformers.utils import ModelOutput
 
 
 def tiny_llama(**sizes: Any) -> Any:
@@ -61,6 +64,7 @@ def response_template(tokenizer: Any, model: Any) -> Any:
 
 
 @functools.cache
+@releases.named_if_gone("transformers")
 def continuous_batching() -> Any:
     """The names of continuous batching, imported with the first batch: a model alone needs none."""
     from transformers import (

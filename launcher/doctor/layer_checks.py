@@ -77,7 +77,7 @@ def models() -> Iterator[Finding]:
     detail = f"{answer['transformers']} is installed; read: {', '.join(read)}"
     yield Finding("models", "transformers", True, detail)
     for name, happens in answer["fast_paths"].items():
-        detail = "happen" if happens else "do not happen: tokens are right, and come later"
+        detail = "happen" if happens else "do not happen: tokens come later, or an error does"
         remedy = "" if happens else f"pip install 'transformers=={read[-1]}'"
         yield Finding("models", name, happens, detail, remedy)
 
