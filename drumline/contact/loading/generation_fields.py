@@ -29,19 +29,29 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _is_list_of(accepts: Callable[[Any], bool], value: Any) -> bool:
+    return isinstance(value, list) and all(map(accepts, value))
+
+
 def _or_list_of(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
     def is_one_or_list(value: Any) -> bool:
-        return accepts(value) or (isinstance(value, list) and all(map(accepts, value)))
+        return accepts(value) or _is_list_of(accepts, value)
 
     return is_one_or_list
 
 
 def _is_list_of_integers(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_integer, value))
+    return _is_list_of(_is_integer, value)
 
 
 def _is_decay(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+    return _is_list_of(_is_number, value) and len(value) == 2
+
+
+def _is_bias(value: Any) -> bool:
+    """True for the tokens of a sequence with a number."""
+    is_pair = isinstance(value, list) and len(value) == 2
+    return is_pair and bool(value[0]) and _is_list_of_integers(value[0]) and _is_number(value[1])
 
 
 KINDS: Mapping[str, Callable[[Any], bool]] = {
@@ -55,6 +65,8 @@ KINDS: Mapping[str, Callable[[Any], bool]] = {
     "a text, or a list of them": _or_list_of(_is_text),
     "a list of two numbers": _is_decay,
     "a list": lambda value: isinstance(value, list),
+    "a list of pairs of tokens and a bias": lambda value: _is_list_of(_is_bias, value),
+    "an object": lambda value: isinstance(value, dict),
 }
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = json.loads(

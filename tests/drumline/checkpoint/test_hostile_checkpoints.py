@@ -662,6 +662,9 @@ GENERATION_FIELDS = [
     ("assistant_early_exit", "0", "an integer"),  # which cut the model itself
     ("stop_strings", [3], "a text, or a list"),
     ("exponential_decay_length_penalty", {"0": 1}, "a list of two numbers"),
+    ("sequence_bias", [[]], "a list of pairs"),  # was an IndexError of generate()
+    ("sequence_bias", [None], "a list of pairs"),
+    ("cache_config", 1, "an object"),
 ]
 
 
