@@ -70,7 +70,10 @@ def read_config(
         )
 
     with blamed_on_file(describe):
-        return configs.read_config(folder, trust_remote_code=trust_remote_code)
+        config = configs.read_config(folder, trust_remote_code=trust_remote_code)
+        if configs.lacks_window(config):
+            raise FieldError("sliding_window is null, and layer_types has layers with a window")
+        return config
 
 
 def read_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:

@@ -115,6 +115,7 @@ CONFIG: Mapping[str, Bound | None] = {
         Bound("eps", float, 0, 1, "it is added to a variance"),
         Bound("epsilon", float, 0, 1, "it is added to a variance"),
         Bound("rope_theta", float, 1e-3, 1e30, "a base of powers"),
+        Bound("query_pre_attn_scalar", float, 1e-30, 1e30, "its root divides"),
         Bound("n_head", int, 0, 1 << 16, "models have a few hundred"),
         Bound("head_dim", int, 0, 1 << 16, "models have a few hundred"),
         Bound("hidden_size", int, 1, MAX_SIZE, "32 bits, with a sign"),

@@ -80,6 +80,13 @@ def response_template(tokenizer: Any, model_type: str) -> dict[str, Any] | None:
     return template
 
 
+def lacks_window(config: Any) -> bool:
+    """True if layers of a decoder are to keep a window of tokens, and no size of it is given."""
+    decoder = config.get_text_config(decoder=True)
+    has_windows = "sliding_attention" in (getattr(decoder, "layer_types", None) or ())
+    return has_windows and getattr(decoder, "sliding_window", 0) is None
+
+
 class TextPrinter(api.TextStreamer):  # type: ignore[misc]
     """Prints text as generate() makes its tokens, word by word."""
 

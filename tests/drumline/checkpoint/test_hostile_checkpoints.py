@@ -460,6 +460,7 @@ NUMBERS = [
     {"rope_theta": [1e4]},  # loaded
     {"vocab_size": {"a": 1}},
     {"sliding_window": -1},  # was a RuntimeError of generate()
+    {"query_pre_attn_scalar": -1},  # was a TypeError of it
     {"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}},
 ]
 
@@ -471,6 +472,18 @@ def test_a_number_that_no_model_has_is_named(llama, fields):
     name = next(iter(fields.get("rope_parameters", fields)))
     with pytest.raises(CheckpointError, match=rf"config\.json has ({name}|rope_theta)="):
         read_config(llama)
+
+
+def test_layers_with_a_window_of_no_size_are_refused(checkpoints):
+    """They were a TypeError of the first pass."""
+    sizes = {"num_hidden_layers": 2, "vocab_size": 9, "hidden_size": 16, "intermediate_size": 16}
+    kinds = ["sliding_attention", "full_attention"]
+    _, path = checkpoints.make(
+        "a window of no size", "Gemma3ForCausalLM", **sizes, layer_types=kinds
+    )
+    configured(path, sliding_window=None)
+    with pytest.raises(CheckpointError, match=r"config\.json.*sliding_window is null"):
+        read_config(path)
 
 
 @pytest.mark.parametrize(
