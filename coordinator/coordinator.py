@@ -396,7 +396,7 @@ class Coordinator(Collectives, SharedState):
             )
 
     def close_first(self, user: User) -> User:
-        """The user, such as a model whose layers other ranks run, which close() closes before."""
+        """Have close() close the user first, such as a model that other ranks serve; return it."""
         self._users.add(user)
         return user
 

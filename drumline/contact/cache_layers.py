@@ -80,11 +80,13 @@ def shapes(layer: Any) -> tuple[list[int], list[int]]:
 
 def counts_in_python(layer: Any) -> bool:
     """True unless its tensors and counters stay in the same memory from token to token."""
-    return type(layer) is not StaticLayer or _has_counter(tiny_cache(True).layers[0])
+    return type(layer) is not StaticLayer or static_has_counter()
 
 
-def _has_counter(new: Any) -> bool:
-    """True if a new layer has a whole number that is 0: those of its size are not."""
+@functools.cache
+def static_has_counter() -> bool:
+    """True if a new static layer has a whole number that is 0: those of its size are not."""
+    new = tiny_cache(True).layers[0]
     return any(type(value) is int and value == 0 for value in vars(new).values())
 
 

@@ -281,7 +281,7 @@ class _ReadOnlyTensor:
     """A weight without values here: anything written into it would be lost silently."""
 
     __repr__: Any = _description
-    __format__: Any = object.__format__  # by the one before
+    __format__: Any = object.__format__  # which asks __repr__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """torch.save(model.state_dict()) would write a file without these values."""

@@ -368,7 +368,7 @@ class PagedManager(Manager):  # type: ignore[misc]
         began_s, scheduler = time.monotonic(), processor.scheduler
         try:
             processor._generation_step(SteppedModel(self.model, processor, self._choose))
-        except PeerLost as error:  # transformers logs it; who meets the request's end has the rest
+        except PeerLost as error:  # transformers logs it; a request ends with the whole
             raise error.with_traceback(None) from None
         if scheduler.pace is not None and scheduler.num_others:
             scheduler.pace.note(scheduler.num_prompts, time.monotonic() - began_s)

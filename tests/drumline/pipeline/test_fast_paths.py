@@ -22,6 +22,7 @@ def fresh():
     def clear():
         fast_paths.check.cache_clear()
         fast_paths.warn_if_off.cache_clear()
+        cache_layers.static_has_counter.cache_clear()
 
     clear()
     yield
