@@ -6,6 +6,7 @@ of a tiny config: attributes and classes of layers change from release to releas
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -30,17 +31,37 @@ PLAIN_KINDS = (DynamicLayer, DynamicWindow, StaticLayer, StaticWindow)
 """The kinds of layers that hold keys and values by sequence and token, and nothing else."""
 
 
-def _differing(one: Any, other: Any, *values: Any) -> str:
-    """The attribute that has the first of these values in one layer, and the last in another."""
-    pairs = ((name, value, vars(other).get(name)) for name, value in vars(one).items())
-    return next((name for name, *pair in pairs if [*map(repr, pair)] == [*map(repr, values)]), "")
+def _recording(cache: Any) -> Any:
+    getattr(cache, "activate_past_recording", int)()
+    return cache
 
 
-_recording = tiny_cache(False)
-getattr(_recording, "activate_past_recording", int)()
-_WINDOW = _differing(tiny_cache(False).layers[1], tiny_cache(False, window=5).layers[1], 4, 5)
-_ROOM = _differing(tiny_cache(True).layers[0], tiny_cache(True, tokens=9).layers[0], 8, 9)
-_RECORDS = _differing(tiny_cache(False).layers[1], _recording.layers[1], False, True)
+def _layer_with_state(is_filled: bool, is_reset: bool = False) -> Any:
+    """One that records: without it, the first state of a fixed size imports torch._dynamo."""
+    config = api.PreTrainedConfig(num_hidden_layers=1, layer_types=["conv"])
+    cache = _recording(api.DynamicCache(config=config))
+    if is_filled:
+        with contextlib.suppress(AttributeError, TypeError):  # told by the check of fast paths
+            cache.update_conv_state(torch.zeros(1, 1, 1), 0)
+    if is_reset:
+        cache.reset()
+    return cache.layers[0]
+
+
+def _attribute(layers: Sequence[Any], values: Sequence[Any]) -> str:
+    """The attribute that has these values, in the order of the layers; "" if none has."""
+    names = (name for name in dir(layers[0]) if not name.startswith("_"))
+    reprs = [*map(repr, values)]
+    return next((n for n in names if [repr(getattr(y, n, None)) for y in layers] == reprs), "")
+
+
+_WINDOWS = [tiny_cache(False).layers[1], tiny_cache(False, window=5).layers[1]]
+_WINDOW = _attribute(_WINDOWS, (4, 5))
+_ROOM = _attribute([tiny_cache(True, tokens=size).layers[0] for size in (8, 9)], (8, 9))
+_RECORDS = _attribute([_WINDOWS[0], _recording(tiny_cache(False)).layers[1]], (False, True))
+_STATEFUL = [_layer_with_state(*case) for case in ((False,), (True,), (True, True))]
+_STATES = _attribute(_STATEFUL, ({0: False}, {0: True}, {0: False}))
+CROPPABLE = _attribute(_STATEFUL, (False, True, True))
 """Attributes of layers, found by what they say; "", which no layer has, where none says it."""
 
 
@@ -93,9 +114,9 @@ def static_has_counter() -> bool:
 def is_croppable(layer: Any) -> bool:
     """True if a layer of a cache can be taken back to fewer tokens.
 
-    A layer with states knows it once it holds them. Before 5.24 transformers did not ask.
+    A layer with states knows it once it holds them. Before 5.24 transformers asked no other.
     """
-    return bool(getattr(layer, "is_croppable", True))
+    return bool(getattr(layer, CROPPABLE, True))
 
 
 def num_tokens(layer: Any) -> int:
@@ -129,13 +150,13 @@ def max_tokens(layer: Any) -> int | None:
 
 def has_state(layer: Any) -> bool:
     """True if a pass has put a recurrent or convolutional state into a layer."""
-    return any((getattr(layer, "has_previous_state", None) or {}).values())
+    return any(getattr(layer, _STATES, {}).values())
 
 
 def note_state(layer: Any, rows: int) -> None:
     """Have a layer without tensors say that a pass of `rows` has put a state into it."""
-    if (states := getattr(layer, "has_previous_state", None)) is not None:
-        layer.has_previous_state = dict.fromkeys(states, True)
+    if (states := getattr(layer, _STATES, None)) is not None:
+        setattr(layer, _STATES, dict.fromkeys(states, True))
         layer.batch_size = rows
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from drumline.contact import cache_layers, caches
-from drumline.contact.cache_layers import DynamicLayer, is_filled
+from drumline.contact.cache_layers import CROPPABLE, DynamicLayer, is_filled
 from drumline.contact.caches import Cache
 from drumline.errors import DrumlineError, RefusedUse
 from drumline.kv_cache import placeholder
@@ -48,8 +48,7 @@ class CacheProxy:
     remote_versions: dict[int, LayerVersion]
     """By index of a layer that another rank holds, the version that it knows."""
 
-    @property
-    def is_croppable(self) -> bool:
+    def can_be_cropped(self) -> bool:
         """True if crop() can put the whole cache back as it was.
 
         transformers asks it before it decodes with an assistant. A layer with states does not know
@@ -166,7 +165,8 @@ def cache_number(cache: Cache, op_log: CacheOpLog, layers: Iterable[int] = ()) -
     _check_empty(cache, layers)
     recipe = _recipe(cache)
     kind = type(cache)
-    cache.__class__ = type(kind.__name__, (CacheProxy, kind), {"__module__": kind.__module__})
+    own = {"__module__": kind.__module__, CROPPABLE: property(CacheProxy.can_be_cropped)}
+    cache.__class__ = type(kind.__name__, (CacheProxy, kind), own)
     assert isinstance(cache, CacheProxy)
     _register(cache, op_log)
     cache.remote_versions = {}

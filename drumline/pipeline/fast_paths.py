@@ -22,7 +22,13 @@ from drumline.checkpoint.safetensors_index import TORCH_DTYPES, StoredTensor
 from drumline.checkpoint.shard_plan import whole_tensor
 from drumline.checkpoint.weight_map import dtype_overrides, map_weights, merge_tied_names
 from drumline.contact import model_parts
-from drumline.contact.cache_layers import counts_in_python, max_tokens, num_tokens, tiny_cache
+from drumline.contact.cache_layers import (
+    CROPPABLE,
+    counts_in_python,
+    max_tokens,
+    num_tokens,
+    tiny_cache,
+)
 from drumline.contact.caches import cache_of
 from drumline.contact.releases import READ, installed
 from drumline.kv_cache.pass_context import PassContext
@@ -128,6 +134,20 @@ def _static_layers(model: Any) -> bool:
     return not counts_in_python(layers[0]) and max_tokens(layers[0]) == 8
 
 
+def _changed_caches(model: Any) -> bool:
+    """The methods by which generate() changes a cache leave rows and tokens as they should."""
+    cache, keys = tiny_cache(is_static=False), torch.zeros(2, 1, 3, 1)
+    cache.activate_past_recording()
+    for index in range(len(cache.layers)):
+        cache.update(keys, keys, index)
+    cache.batch_repeat_interleave(3)
+    cache.batch_select_indices(torch.arange(5))
+    cache.reorder_cache(torch.arange(4))
+    cache.crop(-1)
+    shapes = {tuple(layer.keys.shape) for layer in cache.layers}
+    return shapes == {(4, 1, 2, 1)} and bool(CROPPABLE)
+
+
 FAST_PATHS: dict[str, Callable[[Any], bool]] = {
     "groups of rows": _groups,
     "merged caches": _merged_caches,
@@ -135,6 +155,7 @@ FAST_PATHS: dict[str, Callable[[Any], bool]] = {
     "chunks of long prompts": _chunks,
     "mapped weights": _mapped_weights,
     "static layers": _static_layers,
+    "changes of caches": _changed_caches,
 }
 """By name, what tells with a watched model whether it happens, in this order."""
 

@@ -78,6 +78,14 @@ def test_a_static_layer_that_counts_in_python_is_told(fresh, monkeypatch):
     assert ": static layers do not happen" in line
 
 
+@pytest.mark.parametrize("method", ["crop", "reorder_cache", "batch_select_indices"])
+def test_a_method_that_caches_no_longer_have_is_told(fresh, monkeypatch, method):
+    """generate() would change placeholders by another name, and the script be blamed for it."""
+    monkeypatch.delattr(transformers_api.Cache, method)
+    (line,) = told()
+    assert ": changes of caches do not happen" in line
+
+
 def test_a_check_that_fails_does_not_keep_a_model_from_being_loaded(fresh, monkeypatch):
     monkeypatch.delattr(GenerationMixin, "generate")
     (line,) = told()
@@ -97,5 +105,6 @@ def test_a_cache_that_transformers_renames_once_more_is_found_and_all_is_as_fast
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["renamed"] and answer["same"] and answer["guessed"] and answer["pair"]
+    assert answer["guessed over states"]
     assert len(answer["splits"]) >= 5 and min(answer["splits"]) > 1
     assert all(answer["fast_paths"].values())

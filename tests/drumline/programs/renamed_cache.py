@@ -21,6 +21,7 @@ MODULES = (
     "transformers.masking_utils",
     "transformers.modeling_layers",
     "transformers.modeling_outputs",
+    "transformers.models.lfm2.modeling_lfm2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.mistral.modeling_mistral",
     "transformers.utils.auto_docstring",
@@ -31,6 +32,7 @@ CACHES = "transformers.cache_utils"
 ATTRIBUTES = re.compile(
     r"(?<=self\.)(offloading|max_cache_len|sliding_window|record_past|self_attention_cache"
     r"|cross_attention_cache)\b|(?<=\")(record_past|is_sliding)(?=\")|\bis_sliding(?= = )"
+    r"|(?<=\.)has_previous_state\b|\bis_croppable\b"
 )
 
 
@@ -42,6 +44,7 @@ class RenamingLoader(importlib.machinery.SourceFileLoader):
             source = ATTRIBUTES.sub(rf"{NEW}_\g<0>", source)
         else:
             source = re.sub(rf"(?<!batching\.)\b{OLD}\b", NEW, source)
+            source = re.sub(r"\bis_croppable\b", rf"{NEW}_\g<0>", source)
         return self.source_to_code(source.encode(), path)
 
 
@@ -75,6 +78,7 @@ import torch  # noqa: E402
 from transformers import (  # noqa: E402
     DynamicCache,
     EncoderDecoderCache,
+    Lfm2ForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
     StaticCache,
@@ -129,7 +133,7 @@ def work(model):
 
 
 def guess(model):
-    """Tokens from the prompt: layers of windows record what they would forget, to crop it."""
+    """Tokens from the prompt: layers of windows and of states record what they would forget."""
     options = {"do_sample": False, "prompt_lookup_num_tokens": 3, **OPTIONS}
     return model.generate(IDS.view(1, -1), **options).tolist()
 
@@ -146,6 +150,8 @@ def over_ranks(path: str, use):
 def main(path: str) -> None:
     plain, checked = make(f"{path}/all", LlamaForCausalLM), fast_paths.check()
     windows = make(f"{path}/windows", MistralForCausalLM, sliding_window=6)
+    kinds = ["conv", "full_attention", "conv", "conv"]
+    states = make(f"{path}/states", Lfm2ForCausalLM, layer_types=kinds)
     microbatch.SMALLEST_PASS, microbatch.SMALLEST_STREAM = 7, 2
     splits, map_parts = [], MicrobatchRunner.map
 
@@ -160,9 +166,10 @@ def main(path: str) -> None:
     caches = DynamicCache(), DynamicCache()
     answer = {
         "renamed": NEW in inspect.signature(LlamaForCausalLM.forward).parameters
-        and not hasattr(caches[0], "offloading"),
+        and not any(hasattr(caches[0], name) for name in ("offloading", "is_croppable")),
         "same": found == work(plain),
         "guessed": over_ranks(f"{path}/windows", guess) == guess(windows),
+        "guessed over states": over_ranks(f"{path}/states", guess) == guess(states),
         "pair": pair_of(EncoderDecoderCache(*caches)) == caches,
         "splits": cut,
         "fast_paths": checked,
