@@ -56,17 +56,9 @@ class Capabilities:
 
 
 COMPOSED = (
-    "barrier",
-    "broadcast",
-    "reduce",
-    "allgather",
-    "allgatherv",
-    "reduce_scatter",
-    "reduce_scatterv",
-    "alltoall",
-    "gather",
-    "scatter",
-)
+    "barrier", "broadcast", "reduce", "allgather", "allgatherv", "reduce_scatter",
+    "reduce_scatterv", "alltoall", "gather", "scatter",
+)  # fmt: skip
 """Operations that work on top of others where a library has none."""
 
 RENAMED = ("open", "close", "send", "recv", "allreduce", "group", "decline", *COMPOSED)

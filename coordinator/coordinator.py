@@ -20,10 +20,7 @@ from coordinator.addresses import candidates, spans_nodes
 from coordinator.call_site import PendingCall, begin_call, caller, traceback_of
 from coordinator.collectives import Collectives
 from coordinator.control.session import Session, this_process
-from coordinator.errors import (
-    CoordinatorError,
-    CoordinatorTimeout,
-)
+from coordinator.errors import CoordinatorError, CoordinatorTimeout
 from coordinator.failure import live_view, stack_dump
 from coordinator.failure.detector import FailureDetector
 from coordinator.failure.hosts_view import HostsView
@@ -44,18 +41,9 @@ if TYPE_CHECKING:
 
 
 TRACED = (
-    *(
-        "broadcast",
-        "allgather",
-        "gather",
-        "scatter",
-        "barrier",
-        "local_barrier",
-        "agree",
-        "all_true",
-    ),
-    *("once", "split", "put", "get", "wait"),
-)
+    "broadcast", "allgather", "gather", "scatter", "barrier", "local_barrier", "agree", "all_true",
+    "once", "split", "put", "get", "wait",
+)  # fmt: skip
 
 
 class Closable(Protocol):
@@ -205,10 +193,7 @@ class Coordinator(Collectives, SharedState):
         stack_fd, self._note = stack_dump.stack_memory(os.getpid())
         self.live_calls = live_view.live_calls(os.getpid())
         me = Peer.me(
-            self.info,
-            self.address if self._session is not None else "",
-            stack_fd,
-            self._transport,
+            self.info, self.address if self._session is not None else "", stack_fd, self._transport
         )
         self.peers: tuple[Peer, ...] = (me,)
         if self.world_size > 1:

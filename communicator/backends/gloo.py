@@ -22,15 +22,9 @@ from coordinator import Coordinator, CoordinatorError, torch_private
 from launcher import linux
 
 REDUCED = {
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
-}
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.int8, torch.uint8, torch.int32, torch.int64,
+}  # fmt: skip
 
 
 class Gloo(TaggedP2PBackend):

@@ -108,10 +108,7 @@ class LibraryCalls(CheckedCalls):
         return op if is_checked else super()._op(call, op, tensor)
 
     def _new(
-        self,
-        call: str,
-        tensor: torch.Tensor,
-        shape_of: Callable[[torch.Size], tuple[int, ...]],
+        self, call: str, tensor: torch.Tensor, shape_of: Callable[[torch.Size], tuple[int, ...]]
     ) -> torch.Tensor:
         """An empty tensor for the result of a call, in which C then checks both."""
         try:

@@ -12,11 +12,7 @@ from typing import Protocol
 import torch
 
 from communicator.calls.arguments import Ranks
-from communicator.errors import (
-    CommunicatorError,
-    DrumlineError,
-    with_text,
-)
+from communicator.errors import CommunicatorError, DrumlineError, with_text
 
 
 class Comparing(Ranks, Protocol):

@@ -16,12 +16,7 @@ from communicator.backend import Backend
 from communicator.calls.call_check import DECLINED, NBYTES, check_identical, describe_call
 from communicator.calls.checked_calls import CheckedCalls
 from communicator.calls.dtypes import op_name
-from communicator.errors import (
-    CommunicatorError,
-    CommunicatorTimeout,
-    PeerLost,
-    with_text,
-)
+from communicator.errors import CommunicatorError, CommunicatorTimeout, PeerLost, with_text
 from communicator.interceptors.interceptor import Call, Interceptor, Order
 from coordinator import CoordinatorError, CoordinatorTimeout
 

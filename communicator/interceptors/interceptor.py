@@ -11,21 +11,11 @@ from typing import Any, ClassVar
 
 Call = Callable[..., Any]
 
-KINDS = dict.fromkeys(
-    (
-        "allreduce",
-        "broadcast",
-        "reduce",
-        "allgather",
-        "reduce_scatter",
-        "alltoall",
-        "gather",
-        "scatter",
-        "send",
-        "recv",
-    ),
-    "move",
-) | {"barrier": "wait"}
+MOVES = (
+    "allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "alltoall", "gather",
+    "scatter", "send", "recv",
+)  # fmt: skip
+KINDS = dict.fromkeys(MOVES, "move") | {"barrier": "wait"}
 """The calls that are recorded, and as what; see Recorder.span."""
 CALLS = (*KINDS, "decline", "group")
 """The methods of a communicator that interceptors stand before."""

@@ -28,14 +28,7 @@ from collections import deque
 import torch
 
 from communicator import timings
-from communicator.backends.byte_streams import (
-    ARM,
-    DISARM,
-    READABLE,
-    WAKE,
-    WRITABLE,
-    ByteStreams,
-)
+from communicator.backends.byte_streams import ARM, DISARM, READABLE, WAKE, WRITABLE, ByteStreams
 from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, PeerLost
 from communicator.p2p.group_ranks import GroupRanks
 from communicator.p2p.p2p_messages import (

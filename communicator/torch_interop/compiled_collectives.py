@@ -181,10 +181,7 @@ def _define(name: str, schema: str, body: Callable[..., Any], fake: Callable[...
 
 
 _define(
-    "allreduce_",
-    "Tensor(a!) tensor, str group, str op) -> ()",
-    _allreduce_in_place,
-    _fake_in_place,
+    "allreduce_", "Tensor(a!) tensor, str group, str op) -> ()", _allreduce_in_place, _fake_in_place
 )
 _define("allreduce", "Tensor tensor, str group, str op) -> Tensor", _allreduce, _fake_same)
 _define("allgather", "Tensor tensor, str group, int dim) -> Tensor", _allgather, _fake_allgather)

@@ -298,9 +298,7 @@ def alltoall_flat(
 
 
 def exchange(
-    comm: Communicator,
-    sends: Sequence[torch.Tensor | None],
-    recvs: Sequence[torch.Tensor | None],
+    comm: Communicator, sends: Sequence[torch.Tensor | None], recvs: Sequence[torch.Tensor | None]
 ) -> None:
     """To and from each other rank at once; None where there is nothing."""
     calls = [

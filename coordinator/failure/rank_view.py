@@ -138,8 +138,7 @@ class ViewedRank:
 
 
 def look_at(
-    ranks: Sequence[ViewedRank],
-    each: Callable[..., Iterable[RankLook]] = map,
+    ranks: Sequence[ViewedRank], each: Callable[..., Iterable[RankLook]] = map
 ) -> list[RankLook]:
     """All of them as they are now. each: a map, which may look at several at once."""
     device_nbytes = gpus.used_nbytes()

@@ -64,11 +64,7 @@ class _Introduction:
 
 
 def meet(
-    store: Store,
-    place: int,
-    ranks: Sequence[int],
-    timeout_s: float,
-    timings: CoordinatorTimings,
+    store: Store, place: int, ranks: Sequence[int], timeout_s: float, timings: CoordinatorTimings
 ) -> tuple[LaunchInfo, ServerLocation]:
     """This rank in a launch of those that share the store, and where its server is. Collective.
 
@@ -190,10 +186,7 @@ class _Meeting:
         return [_Introduction(*json.loads(data)) for data in store.multi_get(keys)]
 
     def _joined(
-        self,
-        launch_id: str,
-        introductions: Sequence[_Introduction],
-        listener: socket.socket | None,
+        self, launch_id: str, introductions: Sequence[_Introduction], listener: socket.socket | None
     ) -> tuple[LaunchInfo, ServerLocation]:
         first = introductions[0]
         hosts = [(peer.host, peer.boot_id) for peer in map(_peer, introductions)]

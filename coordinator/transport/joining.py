@@ -202,11 +202,7 @@ class _Joining:
         return self.rank == self.shm_domain[0]
 
     def _join_tree(
-        self,
-        index: int,
-        size: int,
-        nodes: Mapping[int, _Node],
-        listener: ChildListener,
+        self, index: int, size: int, nodes: Mapping[int, _Node], listener: ChildListener
     ) -> str:
         """Connect to the neighbours in the tree; the problem, or nothing."""
         parent, children = None, {}

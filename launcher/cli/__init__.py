@@ -23,12 +23,7 @@ from typing import Any
 
 from launcher import launch_job, target
 from launcher.cli import run_options
-from launcher.cli.command_parser import (
-    CommandParser,
-    VersionAction,
-    complete,
-    completing_command,
-)
+from launcher.cli.command_parser import CommandParser, VersionAction, complete, completing_command
 from launcher.cli.run_options import (
     PATIENCE_OPTION,
     TOKEN_OPTIONS,

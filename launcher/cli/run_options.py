@@ -115,10 +115,7 @@ def _add_nodes(run: argparse.ArgumentParser) -> None:
         help="port of rank 0; default: by launch id, and where nodes meet the same one always",
     )
     run.add_argument(
-        "--rdzv-endpoint",
-        type=endpoint_of,
-        metavar="HOST:PORT",
-        help="both in one; default: none",
+        "--rdzv-endpoint", type=endpoint_of, metavar="HOST:PORT", help="both in one; default: none"
     )
     for name, settings in TOKEN_OPTIONS.items():
         run.add_argument(name, **settings)  # type: ignore[arg-type]

@@ -282,8 +282,7 @@ class Supervisor:
         self._set_end_reason(outcome.timed_out(self.job, self.ranks))
         self._signal(DUMP_SIGNAL, self._running())
         self._after(
-            timings.TIMINGS.stack_dump_s,
-            lambda: self._end_ranks(timings.TIMINGS.failure_grace_s),
+            timings.TIMINGS.stack_dump_s, lambda: self._end_ranks(timings.TIMINGS.failure_grace_s)
         )
 
     def _watch_server(self) -> None:

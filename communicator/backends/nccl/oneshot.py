@@ -218,11 +218,7 @@ class Oneshot:
         self._kernels.create(ctypes.byref(self._arena))
         handle = ctypes.create_string_buffer(HANDLE_BYTES)
         self._kernels.export(self._arena, handle)
-        return {
-            "device": self._device,
-            "pointer": self._arena.value,
-            "handle": handle.raw,
-        }
+        return {"device": self._device, "pointer": self._arena.value, "handle": handle.raw}
 
     def _map_arenas(self, exports: list[dict[str, Any]]) -> None:
         for rank, export in enumerate(exports):
