@@ -159,8 +159,10 @@ class SteppedModel:
     logits of one token each to choose from.
     """
 
-    def __init__(self, model: Any, processor: Any, choose: ChooseTokens | None):
-        self.model, self.choose, self.tables = model, choose, processor.cache
+    def __init__(
+        self, model: Any, tables: PagedTables, processor: Any, choose: ChooseTokens | None
+    ):
+        self.model, self.tables, self.choose = model, tables, choose
         self.requests = processor.inputs_and_outputs.requests_in_batch
 
     def _supports_logits_to_keep(self) -> bool:
@@ -273,12 +275,12 @@ class PagedManager(Manager):  # type: ignore[misc]
     def pool_usage(self) -> float:
         """The share of the pages that requests have; of those kept for later ones, none."""
         processor = self.batch_processor
-        return 0.0 if processor is None else float(processor.cache.usage())
+        return 0.0 if processor is None else self.tables.usage()
 
     def num_cached(self, name: str) -> int:
         """The tokens of a request's prompt that were in the pools already."""
         processor = self.batch_processor
-        return 0 if processor is None else processor.cache.num_cached.get(name, 0)
+        return 0 if processor is None else self.tables.num_cached.get(name, 0)
 
     @property
     def failure(self) -> Exception | None:
@@ -367,7 +369,9 @@ class PagedManager(Manager):  # type: ignore[misc]
         self.names_in_step = [each.state.request_id for each in requests]
         began_s, scheduler = time.monotonic(), processor.scheduler
         try:
-            processor._generation_step(SteppedModel(self.model, processor, self._choose))
+            processor._generation_step(
+                SteppedModel(self.model, self.tables, processor, self._choose)
+            )
         except PeerLost as error:  # transformers logs it; a request ends with the whole
             raise error.with_traceback(None) from None
         if scheduler.pace is not None and scheduler.num_others:
@@ -393,7 +397,7 @@ class PagedManager(Manager):  # type: ignore[misc]
         config = model.config.get_text_config()
         settings.num_blocks = self.ranks.num_blocks(settings, self._hints)
         settings.max_memory_percent = UNLIMITED
-        tables = PagedTables(
+        tables = self.tables = PagedTables(
             self.ranks.make_pools,
             config=config,
             continuous_batching_config=settings,
@@ -406,14 +410,14 @@ class PagedManager(Manager):  # type: ignore[misc]
             settings, tables.num_blocks, tables.max_batch_tokens
         )
         scheduler = scheduler_class(settings.scheduler_type)(
-            cache=tables,
+            tables,
             safety_margin=settings.safety_margin,
             max_requests_per_batch=settings.max_requests_per_batch,
         )
         if self._tokens_beside is not None:
             scheduler.pace = Pace(self._tokens_beside)
         return api.ContinuousBatchProcessor(
-            cache=tables,
+            tables,
             config=config,
             generation_config=self.generation_config,
             continuous_batching_config=settings,

@@ -105,6 +105,6 @@ def test_a_cache_that_transformers_renames_once_more_is_found_and_all_is_as_fast
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["renamed"] and answer["same"] and answer["guessed"] and answer["pair"]
-    assert answer["guessed over states"]
+    assert answer["guessed over states"] and answer["batched"]
     assert len(answer["splits"]) >= 5 and min(answer["splits"]) > 1
     assert all(answer["fast_paths"].values())

@@ -17,6 +17,7 @@ import warnings
 
 MODULES = (
     "transformers.generation.candidate_generator",
+    "transformers.generation.continuous_batching",
     "transformers.generation.utils",
     "transformers.masking_utils",
     "transformers.modeling_layers",
@@ -43,14 +44,14 @@ class RenamingLoader(importlib.machinery.SourceFileLoader):
         if fullname == CACHES:
             source = ATTRIBUTES.sub(rf"{NEW}_\g<0>", source)
         else:
-            source = re.sub(rf"(?<!batching\.)\b{OLD}\b", NEW, source)
+            source = re.sub(rf"(?<!batching\.)(?<!from \.)\b{OLD}\b", NEW, source)
             source = re.sub(r"\bis_croppable\b", rf"{NEW}_\g<0>", source)
         return self.source_to_code(source.encode(), path)
 
 
 class RenamingFinder(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname, path=None, target=None):
-        if fullname not in (*MODULES, CACHES):
+        if not fullname.startswith((*MODULES, CACHES)):
             return None
         found = importlib.machinery.PathFinder.find_spec(fullname, path)
         loader = RenamingLoader(fullname, found.origin)
@@ -86,6 +87,7 @@ from transformers import (  # noqa: E402
 
 import drumline  # noqa: E402
 import launcher  # noqa: E402
+from drumline.contact.batching.paged_batches import PagedTables  # noqa: E402
 from drumline.contact.caches import pair_of  # noqa: E402
 from drumline.pipeline import fast_paths, microbatch  # noqa: E402
 from drumline.pipeline.microbatch_runner import MicrobatchRunner  # noqa: E402
@@ -138,6 +140,20 @@ def guess(model):
     return model.generate(IDS.view(1, -1), **options).tolist()
 
 
+def batched(model):
+    """Tokens of requests of one step over pages, and the most that a step had."""
+    steps, begin = [], PagedTables.begin_step
+
+    def count(self, arguments):
+        steps.append(len(arguments["cu_seq_lens_q"]) - 1)
+        return begin(self, arguments)
+
+    PagedTables.begin_step = count
+    results = model.generate_batch(IDS.tolist(), max_new_tokens=4).values()
+    PagedTables.begin_step = begin
+    return [result.generated_tokens for result in results], max(steps)
+
+
 def over_ranks(path: str, use):
     def rank():
         torch.set_num_threads(1)
@@ -168,6 +184,8 @@ def main(path: str) -> None:
         "renamed": NEW in inspect.signature(LlamaForCausalLM.forward).parameters
         and not any(hasattr(caches[0], name) for name in ("offloading", "is_croppable")),
         "same": found == work(plain),
+        "batched": over_ranks(f"{path}/all", batched)
+        == (plain.generate(IDS, do_sample=False, **OPTIONS)[:, 7:].tolist(), len(IDS)),
         "guessed": over_ranks(f"{path}/windows", guess) == guess(windows),
         "guessed over states": over_ranks(f"{path}/states", guess) == guess(states),
         "pair": pair_of(EncoderDecoderCache(*caches)) == caches,
