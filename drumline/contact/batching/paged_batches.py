@@ -159,11 +159,8 @@ class SteppedModel:
     logits of one token each to choose from.
     """
 
-    def __init__(
-        self, model: Any, tables: PagedTables, processor: Any, choose: ChooseTokens | None
-    ):
-        self.model, self.tables, self.choose = model, tables, choose
-        self.requests = processor.inputs_and_outputs.requests_in_batch
+    def __init__(self, model: Any, tables: PagedTables, requests: Any, choose: ChooseTokens | None):
+        self.model, self.tables, self.requests, self.choose = model, tables, requests, choose
 
     def _supports_logits_to_keep(self) -> bool:
         return bool(self.model._supports_logits_to_keep())
@@ -366,12 +363,11 @@ class PagedManager(Manager):  # type: ignore[misc]
         self.ranks.check_there()
         self.ranks.use_attention(self, self._attention)  # another manager may have released it
         requests = processor.inputs_and_outputs.requests_in_batch
+        step = SteppedModel(self.model, self.tables, requests, self._choose)
         self.names_in_step = [each.state.request_id for each in requests]
         began_s, scheduler = time.monotonic(), processor.scheduler
         try:
-            processor._generation_step(
-                SteppedModel(self.model, self.tables, processor, self._choose)
-            )
+            processor._generation_step(step)
         except PeerLost as error:  # transformers logs it; a request ends with the whole
             raise error.with_traceback(None) from None
         if scheduler.pace is not None and scheduler.num_others:
