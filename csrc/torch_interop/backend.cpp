@@ -296,7 +296,9 @@ class DrumlineBackend : public c10d::Backend {
 
 // A function of Python, for a thread without the GIL.
 Call as_call(py::function function) {
-    return [shared = share(std::move(function))] { return run_python([&] { (*shared)(); }); };
+    return [shared = share(std::move(function))] {
+        return run_python([&] { check_returned(PyObject_CallObject(shared->ptr(), nullptr)); });
+    };
 }
 
 template <class Method>

@@ -151,10 +151,12 @@ class NativeCalls : public std::enable_shared_from_this<NativeCalls> {
             borrowed_.unlock(borrowed_.mutex);
             if (comm != nullptr && code == COMM_OK) return nullptr;
             return run_python([&] {
-                if (comm == nullptr)
-                    comm_->attr("barrier")();  // raises that it is closed
+                PyObject* object = comm_->ptr();
+                if (comm == nullptr)  // it raises that it is closed
+                    check_returned(PyObject_CallMethod(object, "barrier", nullptr));
                 else
-                    comm_->attr("raise_result")(code, text);
+                    check_returned(
+                        PyObject_CallMethod(object, "raise_result", "is", code, text.c_str()));
             });
         };
     }

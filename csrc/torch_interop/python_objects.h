@@ -76,6 +76,13 @@ class PythonError {
 
 using ErrorPointer = std::shared_ptr<const PythonError>;
 
+// What a function of the C API returned, in a body of Python. An object of pybind11 that stands
+// there during the call would be let go of without the GIL where the interpreter ends the thread.
+inline void check_returned(PyObject* result) {
+    if (result == nullptr) throw py::error_already_set();
+    Py_DECREF(result);
+}
+
 // Runs a body of Python with the GIL; the error it raised, or NULL.
 template <class Body>
 ErrorPointer run_python(Body body) {
