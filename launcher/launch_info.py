@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
@@ -149,6 +150,14 @@ def integer(text: str, variable: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > MAX_DIGITS:
         raise LaunchInfoError(f"{variable}={text[:99]!r} is not a number")
     return int(text)
+
+
+def number(text: str) -> float:
+    """The number that is written there; NaN, which no comparison lets pass, for anything else."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _problems(info: LaunchInfo) -> Iterator[str]:

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
-from launcher.launch_info import PATIENCE, TIME_SCALE
+from launcher.launch_info import PATIENCE, TIME_SCALE, number
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,9 @@ def time_scale() -> float:
     For tests that start processes. Raises ValueError unless it is a number from above 0 to 1.
     """
     text = os.environ.get(TIME_SCALE, "1")
-    try:
-        if 0 < float(text) <= 1:
-            return float(text)
-    except ValueError:
-        pass
-    raise ValueError(f"{TIME_SCALE}={text:.99} is not a factor: set a number from above 0 to 1")
+    if not 0 < number(text) <= 1:
+        raise ValueError(f"{TIME_SCALE}={text:.99} is not a factor: set a number from above 0 to 1")
+    return number(text)
 
 
 def patience_s() -> float:
@@ -124,12 +121,9 @@ def patience_s() -> float:
     0 leaves the limits as they are. Raises ValueError for what is not a number of seconds.
     """
     text = os.environ.get(PATIENCE, "0")
-    try:
-        if 0 <= float(text) < math.inf:
-            return float(text)
-    except ValueError:
-        pass
-    raise ValueError(f"{PATIENCE}={text:.99} is not a number of seconds: set one from 0 on")
+    if not 0 <= number(text) < math.inf:
+        raise ValueError(f"{PATIENCE}={text:.99} is not a number of seconds: set one from 0 on")
+    return number(text)
 
 
 TIMINGS = Timings().scaled(time_scale())

@@ -13,7 +13,7 @@ from launcher.authentication import launch_token
 from launcher.authentication.launch_token import LaunchToken
 from launcher.external.node_messages import endpoint
 from launcher.job import LOOPBACK, Job
-from launcher.launch_info import MAX_PORT
+from launcher.launch_info import MAX_PORT, number
 from launcher.system import host_addresses
 
 OPTIONS_WITHOUT_VALUE = (
@@ -132,13 +132,9 @@ def _count(text: str) -> int:
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < math.inf:
+    if not 0 <= number(text) < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return seconds
+    return number(text)
 
 
 PATIENCE_OPTION: dict[str, Any] = {

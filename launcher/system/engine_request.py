@@ -9,7 +9,7 @@ import math
 import os
 from dataclasses import dataclass
 
-from launcher.launch_info import ENV_PREFIX
+from launcher.launch_info import ENV_PREFIX, number
 
 OFF = ("", "0")
 ON = "1"
@@ -39,10 +39,6 @@ def engine_request(engine: str) -> EngineRequest | None:
 
 
 def _seconds(variable: str, text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
+    if not 0 < number(text) < math.inf:
         raise ValueError(f"{variable}={text!r} is not a number of seconds above 0")
-    return seconds
+    return number(text)
