@@ -7,6 +7,16 @@ from collections.abc import Iterable, Mapping
 from launcher.job import LOOPBACK, Job
 from launcher.launch_info import LaunchInfo, LaunchInfoError, integer, shown
 
+# The numbers of `env://`, which several launchers set: LaunchInfo field -> variable.
+PLAIN_NUMBERS = {
+    "rank": "RANK",
+    "world_size": "WORLD_SIZE",
+    "local_rank": "LOCAL_RANK",
+    "local_world_size": "LOCAL_WORLD_SIZE",
+    "master_port": "MASTER_PORT",
+}
+PLAIN = (*PLAIN_NUMBERS.values(), "MASTER_ADDR")
+
 
 def read_variables(
     environ: Mapping[str, str], backend: str, marks: Iterable[str], names: Iterable[str]
@@ -52,6 +62,15 @@ def build(backend: str, variables: Mapping[str, str], **values: object) -> Launc
         return LaunchInfo(**values)  # type: ignore[arg-type]
     except LaunchInfoError as error:
         raise contradiction(backend, variables, str(error)) from error
+
+
+def build_plain(
+    backend: str, variables: Mapping[str, str], launch_id: str, **extras: str
+) -> LaunchInfo:
+    """A LaunchInfo of those of PLAIN among the variables; see build."""
+    values = read_numbers(variables, PLAIN_NUMBERS)
+    addr = variables["MASTER_ADDR"]
+    return build(backend, variables, **values, launch_id=launch_id, master_addr=addr, extras=extras)
 
 
 def contradiction(backend: str, variables: Mapping[str, str], problem: str) -> LaunchInfoError:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 
 from launcher import ports
-from launcher.backends.env_table import build, chosen_by, read_numbers, read_variables
+from launcher.backends.env_table import PLAIN, build_plain, chosen_by, read_variables
 from launcher.job import Job
 from launcher.launch_info import LaunchInfo
 from launcher.runtime import rank_environment
@@ -18,14 +18,6 @@ from launcher.system import nesting
 NAME = "torchrun"
 SUPPORTS = frozenset({"encrypt", "log_dir", "nnodes", "trace"})
 MARKS = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-NUMBERS = {
-    "rank": "RANK",
-    "world_size": "WORLD_SIZE",
-    "local_rank": "LOCAL_RANK",
-    "local_world_size": "LOCAL_WORLD_SIZE",
-    "master_port": "MASTER_PORT",
-}
-PLAIN = (*NUMBERS.values(), "MASTER_ADDR")
 # Backends whose ranks may have RANK and the like beside their own variables.
 OTHERS = (*nesting.MARKS, "RAY_JOB_ID")
 
@@ -43,14 +35,9 @@ def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
     if variables is None:
         return _detect_plain(environ)
     agent_listens = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return build(
-        NAME,
-        variables,
-        launch_id="-".join(variables[name] for name in (MARKS[0], "MASTER_PORT", MARKS[1])),
-        master_addr=variables["MASTER_ADDR"],
-        extras={"launcher": NAME} | ({"store": "agent"} if agent_listens else {}),
-        **read_numbers(variables, NUMBERS),
-    )
+    launch_id = "-".join(variables[name] for name in (MARKS[0], "MASTER_PORT", MARKS[1]))
+    store = {"store": "agent"} if agent_listens else {}
+    return build_plain(NAME, variables, launch_id, launcher=NAME, **store)
 
 
 def _detect_plain(environ: Mapping[str, str]) -> LaunchInfo | None:
@@ -60,14 +47,8 @@ def _detect_plain(environ: Mapping[str, str]) -> LaunchInfo | None:
     variables = read_variables(environ, "env://", ("RANK", "WORLD_SIZE"), PLAIN)
     if variables is None:
         return None
-    return build(
-        "env://",
-        variables,
-        launch_id=f"env-{variables['MASTER_ADDR']}-{variables['MASTER_PORT']}",
-        master_addr=variables["MASTER_ADDR"],
-        extras={"launcher": NAME},
-        **read_numbers(variables, NUMBERS),
-    )
+    launch_id = f"env-{variables['MASTER_ADDR']}-{variables['MASTER_PORT']}"
+    return build_plain("env://", variables, launch_id, launcher=NAME)
 
 
 def expected_info(job: Job) -> dict[str, object]:

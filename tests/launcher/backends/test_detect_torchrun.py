@@ -3,7 +3,7 @@
 import pytest
 
 from launcher import LaunchInfoError
-from launcher.backends import torchrun
+from launcher.backends import env_table, torchrun
 
 # The second rank on the second of two nodes, with 3 and 2 ranks.
 RANK = {
@@ -65,7 +65,7 @@ def test_contradiction_is_an_error_with_the_values(wrong):
         torchrun.detect({**RANK, **wrong})
 
 
-PLAIN = {name: RANK[name] for name in torchrun.PLAIN}
+PLAIN = {name: RANK[name] for name in env_table.PLAIN}
 
 
 def test_variables_of_env_alone_set_by_hand_make_a_rank():
@@ -74,7 +74,7 @@ def test_variables_of_env_alone_set_by_hand_make_a_rank():
     assert "store" not in info.extras
 
 
-@pytest.mark.parametrize("name", torchrun.PLAIN)
+@pytest.mark.parametrize("name", env_table.PLAIN)
 def test_incomplete_env_variables_name_the_missing_one(name):
     incomplete = {key: value for key, value in PLAIN.items() if key != name}
     with pytest.raises(LaunchInfoError, match=f"{name} not set"):
