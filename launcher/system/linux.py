@@ -222,12 +222,9 @@ def number_after(key: str, text: str) -> int:
 
 def ephemeral_ports() -> range:
     """The ports that the kernel may give to outgoing connections."""
-    limits = read_proc("sys/net/ipv4/ip_local_port_range").split()
-    return (
-        range(kernel_number(limits[0]), kernel_number(limits[1]) + 1)
-        if len(limits) == 2
-        else range(0)
-    )
+    limits = map(kernel_number, read_proc("sys/net/ipv4/ip_local_port_range").split())
+    first, last = (*limits, 0, -1)[:2]
+    return range(first, last + 1)
 
 
 def clock_id() -> str:
