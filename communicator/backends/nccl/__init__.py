@@ -29,7 +29,6 @@ from communicator.backends.nccl.oneshot import Algorithm, Oneshot, is_aligned, s
 from communicator.backends.nccl.registered_memory import RegisteredMemory
 from communicator.backends.nccl.watchdog import Watchdog
 from communicator.backends.plugin import LibraryCalls, PluginBackend
-from communicator.calls.default_collectives import P2PCall
 from communicator.calls.dtypes import op_name
 from communicator.calls.failures import describe_lost
 from communicator.errors import (
@@ -406,17 +405,7 @@ class Nccl(PluginBackend):
     send = _adding_dead_peers("send")
     recv = _adding_dead_peers("recv")
     barrier = _adding_dead_peers("barrier")
-
-    def group(self, calls: list[P2PCall]) -> None:
-        self.check_not_aborted()
-        if self.given_stream is not None:
-            self.given_stream.follow_current("group")
-        try:
-            super().group(calls)
-        except (PeerLost, CommunicatorTimeout) as error:
-            raise self.with_dead_peers(error) from error
-        if self.given_stream is not None:
-            self.given_stream.keep([tensor for _, tensor, _ in calls])
+    group = _adding_dead_peers("group")
 
     # Small sums.
 

@@ -43,7 +43,12 @@ class GivenStream:
         self.stream.wait_stream(current)
 
     def keep(self, values: Iterable[Any]) -> None:
-        """Let the memory of the tensors among the values not be used again before the stream."""
+        """Let the memory of the tensors among the values not be used again before the stream.
+
+        Also of those in the lists and tuples among them, as group() takes its calls.
+        """
         for value in values:
             if isinstance(value, torch.Tensor):
                 value.record_stream(self.stream)
+            elif isinstance(value, list | tuple):
+                self.keep(value)
