@@ -21,7 +21,7 @@ from communicator.backend import COMPOSED, Backend
 from communicator.backends.byte_streams import ByteStreams
 from communicator.calls.checked_calls import CheckedCalls
 from communicator.calls.default_collectives import P2PCall
-from communicator.calls.dtypes import Op
+from communicator.calls.dtypes import Op, dtype_name
 from communicator.errors import WORK_ERRORS, DrumlineError, Unsupported
 from communicator.interceptors.call_checker import CallChecker
 from coordinator import Coordinator
@@ -219,8 +219,7 @@ class PluginBackend(Backend):
 
     def compare_parts(self, call: str, tensor: torch.Tensor, details: str) -> None:
         if self.call_checker is not None:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            self.call_checker.compare_first(f"{call} of {kind} {details}")
+            self.call_checker.compare_first(f"{call} of {dtype_name(tensor.dtype)} {details}")
 
     def close(self) -> None:
         if self.call_checker is not None:

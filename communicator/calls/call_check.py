@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from communicator.calls.arguments import Ranks
+from communicator.calls.dtypes import dtype_name
 from communicator.errors import CommunicatorError, DrumlineError, with_text
 
 
@@ -30,7 +31,7 @@ NBYTES = 192  # of a description, as the ranks exchange it
 
 
 def describe_tensor(tensor: torch.Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}"
 
 
 def describe_call(call: str, tensor: torch.Tensor | None, details: str) -> str:

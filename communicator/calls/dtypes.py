@@ -61,7 +61,7 @@ class DtypeInfo:
 
     @property
     def name(self) -> str:
-        return str(self.torch).removeprefix("torch.")
+        return dtype_name(self.torch)
 
 
 # The order is also the number of a dtype in messages between pipeline stages: append only.
@@ -100,6 +100,11 @@ SMALL_FLOATS = {
 def keeps_nan(dtype: torch.dtype, op: str) -> bool:
     """True if every library's reduction keeps a NaN; the max or min of some loses it."""
     return op not in ("max", "min") or not dtype.is_floating_point
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype without that of torch, as messages and errors have it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def dtype_info(dtype: torch.dtype) -> DtypeInfo:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from communicator.backend import Backend
-from communicator.calls.dtypes import DTYPES
+from communicator.calls.dtypes import DTYPES, dtype_name
 from coordinator import object_codec
 
 Move = Callable[[torch.Tensor], object]
@@ -26,7 +26,7 @@ def write(backend: Backend, call: str, values: dict[str, Any], move: Move) -> No
     for tensor in tensors:
         backend.check_tensor(call, tensor)
     rows = [[name, *_described(value)] for name, value in values.items()]
-    data = object_codec.packed(rows, backend.coor.peers[backend.rank].rank)
+    data = object_codec.packed(rows, backend.coor.info.rank)
     move(torch.tensor([len(data)], device=backend.device))
     move(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(backend.device))
     if why := object_codec.why_unsendable(data):
@@ -41,9 +41,7 @@ def read(backend: Backend, move: Move) -> dict[str, Any]:
     move(length)
     data = torch.empty(int(length), dtype=torch.uint8, device=backend.device)
     move(data)
-    rows = object_codec.unpacked(
-        data.cpu().numpy().tobytes(), backend.coor.peers[backend.rank].rank
-    )
+    rows = object_codec.unpacked(data.cpu().numpy().tobytes(), backend.coor.info.rank)
     values = {name: _undescribed(backend, *row) for name, *row in rows}
     tensors = [values[name] for name, kind, *_ in rows if kind == TENSOR]
     for part in _memory(tensors):
@@ -54,7 +52,7 @@ def read(backend: Backend, move: Move) -> dict[str, Any]:
 def _described(value: Any) -> list[Any]:
     if not isinstance(value, torch.Tensor):
         return [VALUE, value]
-    return [TENSOR, [list(value.shape), str(value.dtype).removeprefix("torch.")]]
+    return [TENSOR, [list(value.shape), dtype_name(value.dtype)]]
 
 
 def _undescribed(backend: Backend, kind: str, value: Any) -> Any:

@@ -18,9 +18,16 @@ from torch import Size
 
 import launcher
 from communicator import timings
-from communicator.calls.dtypes import DTYPES, OPS
+from communicator.calls.dtypes import DTYPES, OPS, dtype_name
 from communicator.communicator import Communicator
-from communicator.conformance.call_tester import CallTester, differs, first, raw
+from communicator.conformance.call_tester import (
+    CALLS,
+    IN_PLACE,
+    CallTester,
+    differs,
+    first,
+    raw,
+)
 from communicator.conformance.test_data import Shape
 from communicator.errors import CommunicatorError, DrumlineError, Unsupported
 from coordinator import Coordinator, CoordinatorError
@@ -73,7 +80,7 @@ class Report:
         """Markdown, for a page of results: dtypes, moved and reduced by each op; the rest."""
         status_by_case = {outcome.case: outcome.status for outcome in self.outcomes}
         lines = [f"| | moved | {' | '.join(OPS)} |", "| --- |" + " --- |" * (1 + len(OPS))]
-        for dtype in map(_name, CHECKED_DTYPES):
+        for dtype in map(dtype_name, CHECKED_DTYPES):
             cases = [f"movement {dtype}", *(f"{REDUCTIONS} {dtype} {op}" for op in OPS)]
             lines.append(f"| {dtype} | {' | '.join(status_by_case.pop(c, '') for c in cases)} |")
         rest = [
@@ -170,7 +177,7 @@ def _worst(name: str, outcomes: list[CaseOutcome]) -> CaseOutcome:
 def _cases(comm: Communicator, large: int) -> Iterator[tuple[str, Body]]:
     yield from _reductions(comm)
     for dtype in CHECKED_DTYPES:
-        yield f"movement {_name(dtype)}", partial(_movement, comm, dtype)
+        yield f"movement {dtype_name(dtype)}", partial(_movement, comm, dtype)
     yield from _every_operation(comm, "large", (large,), (-(-large // comm.world_size),))
     for shape in SHAPES:
         yield from _every_operation(comm, f"shape {shape}", shape, shape)
@@ -178,11 +185,11 @@ def _cases(comm: Communicator, large: int) -> Iterator[tuple[str, Body]]:
     yield from _every_operation(comm, "late ranks", (67,), (67,), lates)
     yield "reduce on every rank", lambda: _reduce_everywhere(comm)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        case = f"same bits on every rank, every time, {_name(dtype)}"
+        case = f"same bits on every rank, every time, {dtype_name(dtype)}"
         yield case, partial(_same_bits, comm, dtype, large)
     yield "calls close together", lambda: _close_together(comm)
     for dtype in (torch.float32, torch.uint8):
-        yield f"unaligned tensors, {_name(dtype)}", partial(_unaligned, comm, dtype)
+        yield f"unaligned tensors, {dtype_name(dtype)}", partial(_unaligned, comm, dtype)
     yield "allgather and reduce_scatter in place", lambda: _in_place(comm)
     yield "tensors that are not contiguous", lambda: _not_contiguous(comm)
     yield "send and recv keep order", lambda: _ordered(comm)
@@ -202,12 +209,8 @@ def _reductions(comm: Communicator) -> Iterator[tuple[str, Body]]:
                 continue
             if dtype == torch.bool and op == "sum":
                 continue
-            name = f"{REDUCTIONS} {_name(dtype)} {op}"
+            name = f"{REDUCTIONS} {dtype_name(dtype)} {op}"
             yield name, partial(_reduction, comm, dtype, op)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _reduction(comm: Communicator, dtype: torch.dtype, op: str) -> str:
@@ -262,7 +265,7 @@ def _same_bits(comm: Communicator, dtype: torch.dtype, large: int) -> str:
     for count in (67, large):
         sums = {_bits_of_sum(comm, dtype, count, late) for late in range(comm.world_size)}
         all_sums = comm.coor.allgather_object(sorted(sums))
-        what = f"allreduce of {count} {_name(dtype)}"
+        what = f"allreduce of {count} {dtype_name(dtype)}"
         if len(sums) > 1:
             problems.append(f"{what} gave different bits when it was called again")
         elif any(other != all_sums[0] for other in all_sums):
@@ -289,7 +292,7 @@ def _close_together(comm: Communicator) -> str:
     for turn in range(TURNS):
         if turn % 8 == comm.rank:
             time.sleep(timings.TIMINGS.conformance_pause_s / 10)
-        name = ("allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall")[turn % 5]
+        name = CALLS[turn % 5]
         shape = ((67,), (1021,), (1,))[turn // 10]
         checks.append(testers[turn % 4].begin(name, shape))
     return first([check() for check in checks])
@@ -303,9 +306,8 @@ def _unaligned(comm: Communicator, dtype: torch.dtype) -> str:
     comm.allreduce(inside)
     problems = [tester.numbers.problem(inside, tester.numbers.total((1023,))[1:-1], "allreduce", 1)]
     for place in (0, 1022):
-        problems.append(
-            differs(whole[place], before[place], f"element {place} beside an allreduce")
-        )
+        what = f"element {place} beside an allreduce"
+        problems.append(differs(whole[place], before[place], what))
     return first(problems)
 
 
@@ -326,18 +328,16 @@ def _in_place(comm: Communicator) -> str:
 
 def _not_contiguous(comm: Communicator) -> str:
     """Rejected on every rank before anything moves, or done right; never lost in a copy."""
-    shape = (comm.world_size, 3, 4)
-    tester, problems = CallTester(comm, Size(shape).numel()), []
-    for name, problem in tester.result_checks(shape).items():
-        tensor = (
-            tester.own_input(tester.numbers, shape).permute(1, 2, 0).contiguous().permute(2, 0, 1)
-        )
+    tester, problems = CallTester(comm, comm.world_size * 12), []
+    for name in CALLS:
+        tensor = tester.input_of(name, (3, 4)).transpose(0, -1).contiguous().transpose(0, -1)
         try:
-            result = getattr(comm, name)(tensor)
+            result = tester.call(name, tensor)
         except ValueError:
             continue
         what = f"{name} of a tensor that is not contiguous"
-        problems.append(problem(tensor if name in ("allreduce", "broadcast") else result, what))
+        written = tensor if name in IN_PLACE else result
+        problems.append(tester.wrong(name, (3, 4), written, what))
     return first(problems)
 
 

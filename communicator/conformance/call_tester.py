@@ -7,6 +7,7 @@ problem = tester.allreduce((67,))        # "" if all is well
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,11 +18,13 @@ from communicator.conformance.test_data import ReferenceData, Shape
 
 GARBAGE = 0xA5  # what is in a tensor that nobody has written
 Check = Callable[[], str]
-REDUCE = ("allreduce", "reduce_scatter")
+CALLS = ("allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall")
+IN_PLACE, REDUCE = ("allreduce", "broadcast"), ("allreduce", "reduce_scatter")
 TAKE_ROWS, GIVE_ROWS = ("reduce_scatter", "alltoall"), ("allgather", "alltoall")
 """Calls whose tensor, or whose result, has a row for each rank."""
 
 
+@dataclass(eq=False)
 class CallTester:
     """Calls on tensors of up to numel elements, of all rows together where a call takes rows.
 
@@ -29,24 +32,19 @@ class CallTester:
     stopped at a problem would leave the others alone in the next call.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        numel: int,
-        dtype: torch.dtype = torch.float32,
-        op: str = "sum",
-        seed: int = 0,
-    ) -> None:
-        self.comm, self.dtype, self.op, self._seed = comm, dtype, op, seed
-        self._numel = numel
+    comm: Communicator
+    numel: int
+    dtype: torch.dtype = torch.float32
+    op: str = "sum"
+    seed: int = 0
 
     @cached_property
     def numbers(self) -> ReferenceData:
-        return ReferenceData(self.comm.world_size, self._numel, self.dtype, self.op, self._seed)
+        return ReferenceData(self.comm.world_size, self.numel, self.dtype, self.op, self.seed)
 
     @cached_property
     def bits(self) -> ReferenceData:
-        return ReferenceData(self.comm.world_size, self._numel, self.dtype, seed=self._seed)
+        return ReferenceData(self.comm.world_size, self.numel, self.dtype, seed=self.seed)
 
     def prepare(self) -> None:
         """Create the data now, so that ranks are late only where they are to be."""
@@ -66,19 +64,6 @@ class CallTester:
     def all_inputs(self, shape: Shape) -> torch.Tensor:
         """The result that allgather of the bits must have."""
         return torch.stack([self.bits.part(rank, shape) for rank in range(self.comm.world_size)])
-
-    def result_checks(self, shape: Shape) -> dict[str, Callable[[torch.Tensor, str], str]]:
-        """Functions from a result to its problem, by name of a call with the numbers."""
-        numbers, world = self.numbers, range(self.comm.world_size)
-        total, parts = numbers.total(shape), [numbers.part(rank, shape) for rank in world]
-        crossed = torch.stack([part[self.comm.rank] for part in parts])
-        return {
-            "allreduce": lambda result, what: numbers.problem(result, total, what),
-            "broadcast": lambda result, what: differs(result, parts[0], what),
-            "allgather": lambda result, what: differs(result, torch.stack(parts), what),
-            "reduce_scatter": lambda result, what: self._wrong_row(result, shape[1:], what),
-            "alltoall": lambda result, what: differs(result, crossed, what),
-        }
 
     def _rows(self, shape: Shape) -> Shape:
         return (self.comm.world_size, *shape)
@@ -116,11 +101,11 @@ class CallTester:
         return first([self.begin("alltoall", shape)(), self._into_out("alltoall", shape)])
 
     def _into_out(self, name: str, shape: Shape) -> str:
-        tensor = self._input_of(name, shape)
+        tensor = self.input_of(name, shape)
         out = self.blank(self._rows(shape) if name in GIVE_ROWS else shape)
         before, call = tensor.clone(), f"{name}(out=)"
-        returned = self._call(name, tensor, out=out)
-        wrong = self._wrong(name, shape, out, call)
+        returned = self.call(name, tensor, out=out)
+        wrong = self.wrong(name, shape, out, call)
         kept = differs(tensor, before, f"the input of {call}")
         return first([_same(returned, out, call, "out"), wrong, kept])
 
@@ -153,43 +138,33 @@ class CallTester:
     # Calls whose results are checked later, by the function returned.
 
     def begin(self, name: str, shape: Shape, src: int = 0) -> Check:
-        tensor = self._input_of(name, shape)
-        result = self._call(name, tensor, src)
-        is_in_place = name in ("allreduce", "broadcast")
-        same = _same(result, tensor, name, "the tensor it was given") if is_in_place else ""
-        return lambda: same or self._wrong(name, shape, result, name, src)
+        tensor = self.input_of(name, shape)
+        result = self.call(name, tensor, src)
+        is_given = name in IN_PLACE
+        same = _same(result, tensor, name, "the tensor it was given") if is_given else ""
+        return lambda: same or self.wrong(name, shape, result, name, src)
 
-    def _input_of(self, name: str, shape: Shape) -> torch.Tensor:
+    def input_of(self, name: str, shape: Shape) -> torch.Tensor:
         data = self.numbers if name in REDUCE else self.bits
         return self.own_input(data, self._rows(shape) if name in TAKE_ROWS else shape)
 
-    def _call(self, name: str, tensor: torch.Tensor, src: int = 0, **out: torch.Tensor) -> Any:
+    def call(self, name: str, tensor: torch.Tensor, src: int = 0, **out: torch.Tensor) -> Any:
         arguments = (self.op,) if name in REDUCE else (src,) if name == "broadcast" else ()
         return getattr(self.comm, name)(tensor, *arguments, **out)
 
-    def _wrong(self, name: str, shape: Shape, result: torch.Tensor, call: str, src: int = 0) -> str:
+    def wrong(self, name: str, shape: Shape, result: torch.Tensor, call: str, src: int = 0) -> str:
         """The problem of a result, which is looked at once, after the call."""
+        rank, rows = self.comm.rank, self._rows(shape)
         if name == "allreduce":
             return self.numbers.problem(result, self.numbers.total(shape), f"{call} {self.op}")
         if name == "reduce_scatter":
-            return self._wrong_row(result, shape, f"{call} {self.op}")
+            total = self.numbers.total(rows)[rank]
+            return self.numbers.problem(result, total, f"{call} {self.op}", rank * total.numel())
         if name == "broadcast":
             expected = self.bits.part(src, shape)
             return differs(result, expected, f"{call} of {shape} from rank {src}")
-        expected = self.all_inputs(shape) if name == "allgather" else self._crossed(shape)
+        expected = self.all_inputs(shape) if name == "allgather" else self.all_inputs(rows)[:, rank]
         return differs(result, expected, f"{call} of {shape}")
-
-    def _wrong_row(self, row: torch.Tensor, shape: Shape, what: str) -> str:
-        rank = self.comm.rank
-        total = self.numbers.total(self._rows(shape))[rank]
-        return self.numbers.problem(row, total, what, rank * total.numel())
-
-    def _crossed(self, shape: Shape) -> torch.Tensor:
-        rows = [
-            self.bits.part(src, self._rows(shape))[self.comm.rank]
-            for src in range(self.comm.world_size)
-        ]
-        return torch.stack(rows)
 
 
 def first(problems: list[str]) -> str:

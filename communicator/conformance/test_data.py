@@ -10,6 +10,8 @@ from functools import cached_property
 
 import torch
 
+from communicator.calls.call_check import describe_tensor
+
 ODD = (0x9E3779B97F4A7C15 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # splitmix64's, as int64
 MANTISSA = (1 << 53) - 1
 Shape = tuple[int, ...]
@@ -61,14 +63,14 @@ class ReferenceData:
         """
         result = result.cpu()
         if result.shape != expected.shape or result.dtype != self.dtype:
-            return f"{what} gave {_described(result)}, expected shape {tuple(expected.shape)}"
+            return f"{what} gave {describe_tensor(result)}, expected shape {tuple(expected.shape)}"
         close = self._close(result, expected, first)
         if bool(close.all()):
             return ""
         bad = int((~close).reshape(-1).nonzero()[0])
         return (
-            f"{what} of {_described(result)}: element {bad} is {result.reshape(-1)[bad].item()}, "
-            f"expected {expected.reshape(-1)[bad].item()}"
+            f"{what} of {describe_tensor(result)}: element {bad} is "
+            f"{result.reshape(-1)[bad].item()}, expected {expected.reshape(-1)[bad].item()}"
         )
 
     def _close(self, result: torch.Tensor, expected: torch.Tensor, first: int) -> torch.Tensor:
@@ -155,7 +157,3 @@ def _noise(world_size: int, numel: int, seed: int) -> torch.Tensor:
     for shift in (30, 27):
         values = (values ^ (values >> shift & (1 << 64 - shift) - 1)) * ODD[1]
     return values
-
-
-def _described(tensor: torch.Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
