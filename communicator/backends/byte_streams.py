@@ -20,12 +20,8 @@ if TYPE_CHECKING:
 
 READABLE, WRITABLE = 1, 2  # COMM_STREAM_READABLE, COMM_STREAM_WRITABLE
 DISARM, ARM, WAKE = 0, 1, 2  # COMM_STREAM_DISARM and so on
-EVENTS = {
-    0: 0,
-    READABLE: select.EPOLLIN,
-    WRITABLE: select.EPOLLOUT,
-    READABLE | WRITABLE: select.EPOLLIN | select.EPOLLOUT,
-}
+# By the sum of those.
+EVENTS = (0, select.EPOLLIN, select.EPOLLOUT, select.EPOLLIN | select.EPOLLOUT)
 
 KEEP_ALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # tcp(7); in seconds
 # For what was sent to be acknowledged, in ms: as soon as an idle connection is given up.

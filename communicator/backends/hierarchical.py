@@ -21,10 +21,11 @@ from typing import Any
 import torch
 
 from communicator import timings
-from communicator.backend import Backend, Capabilities
+from communicator.backend import Capabilities
 from communicator.backends.scheduled_collectives import (
     NOTHING,
     Buffer,
+    ComparedByMessages,
     Slice,
     SubgroupCollectives,
     parts,
@@ -32,7 +33,6 @@ from communicator.backends.scheduled_collectives import (
 )
 from communicator.backends.tagged_p2p import TaggedP2PBackend
 from communicator.backends.tcp import Tcp
-from communicator.calls import call_check
 from communicator.calls.async_work import AsyncWork
 from communicator.calls.default_collectives import P2PCall, accumulator
 from communicator.calls.dtypes import SMALL_FLOATS
@@ -56,7 +56,7 @@ MAX_SEGMENTS = 8
 Phase = Callable[[torch.Tensor], None]
 
 
-class Hierarchical(Backend):
+class Hierarchical(ComparedByMessages):
     """The best communicator of each node, and one of all ranks for what goes between nodes.
 
     between: the backend for that.
@@ -140,19 +140,8 @@ class Hierarchical(Backend):
         self._network.abort()
         self._local.abort()
 
-    def compare_call(
-        self, call: str, tensor: torch.Tensor | None = None, details: str = ""
-    ) -> None:
-        """Compare the first calls before anything moves, and later ones by their messages."""
-        self._network.collective = "comparison"
-        super().compare_call(call, tensor, details)
-        self._network.collective = call_check.describe_call(call, tensor, details)
-
-    def decline(self, why: str) -> None:
-        if self._num_compared < self.capabilities.checked_calls:
-            return super().decline(why)
-        self._network.collective = call_check.DECLINED  # without why: the same on all that decline
-        self.barrier()
+    def name_call(self, call: str) -> None:
+        self._network.collective = call
 
     def allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         total, op_of_part = _accumulator(tensor, out), _partial_op(op)

@@ -11,11 +11,12 @@ import struct
 from array import array
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Protocol
 
 import torch
 
+from communicator.backend import Backend
 from communicator.backends._tcp import exchange, program
+from communicator.calls import call_check
 from communicator.calls.default_collectives import CollectivesFromP2P
 
 STEP = struct.Struct("iiiiQQQ")  # tcp::Step of csrc/tcp/engine.h
@@ -36,32 +37,48 @@ class Buffer(IntEnum):
     SCRATCH = 2
 
 
-class Network(Protocol):
-    """A backend that reaches all ranks, and runs programs.
+class Network:
+    """Something that reaches all ranks, and runs programs.
 
     collective: the call in progress, in words.
     """
 
     rank: int
-    collective: str
+    collective = ""
 
     def run_program(
         self, program: StepProgram, tensor: torch.Tensor, out: torch.Tensor, op: str = ""
     ) -> None:
         """Run a program on TENSOR and OUT; its reductions by op, over as many ranks as it has."""
-        ...
+        raise NotImplementedError
 
 
-class ScheduledCollectives(CollectivesFromP2P):
+class ComparedByMessages(Backend):
+    """A backend whose first calls are compared before anything moves, and later ones by their
+    messages, which name the call."""
+
+    def name_call(self, call: str) -> None:
+        """Have the messages that follow name the call so."""
+        raise NotImplementedError
+
+    def compare_call(
+        self, call: str, tensor: torch.Tensor | None = None, details: str = ""
+    ) -> None:
+        self.name_call("comparison")
+        super().compare_call(call, tensor, details)
+        self.name_call(call_check.describe_call(call, tensor, details))
+
+    def decline(self, why: str) -> None:
+        if self._num_compared < self.capabilities.checked_calls:
+            return super().decline(why)
+        self.name_call(call_check.DECLINED)  # without why: the same on all that decline
+        self.barrier()
+
+
+class ScheduledCollectives(Network, CollectivesFromP2P):
     """The collectives as programs."""
 
     peers = b""  # the number of each rank in the network, as C has it
-
-    def run_program(
-        self, program: StepProgram, tensor: torch.Tensor, out: torch.Tensor, op: str = ""
-    ) -> None:
-        """See Network."""
-        raise NotImplementedError
 
     def _run(
         self, name: str, tensor: torch.Tensor, out: torch.Tensor, op: str = "", root: int = 0

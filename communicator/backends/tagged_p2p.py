@@ -21,7 +21,7 @@ from communicator.backends.scheduled_collectives import (
     REDUCE,
     SEND,
     STEP,
-    Buffer,
+    Network,
     StepProgram,
 )
 from communicator.calls import call_check
@@ -43,11 +43,10 @@ class PendingMessage:
         self.kind, self.tensor, self.peer, self.number = kind, tensor, peer, number
 
 
-class TaggedP2PBackend(Backend):
+class TaggedP2PBackend(Backend, Network):
     """A backend over such a library, which provides start_bytes and wait_for."""
 
     capabilities = Capabilities(empty_messages=True)
-    collective = ""  # the call in progress
     ended_by = None
     _largest_tag = 2**31 - 1
     _counts: dict[tuple[str, int], int]  # of messages, by direction and peer
@@ -84,11 +83,7 @@ class TaggedP2PBackend(Backend):
         """Take the steps as csrc/tcp/engine.cpp does, one round of messages after the other."""
         packed, scratch_nbytes = program
         scratch = tensor.new_empty(scratch_nbytes // tensor.itemsize)
-        buffers = {
-            Buffer.TENSOR: tensor.view(-1),
-            Buffer.OUT: out.view(-1),
-            Buffer.SCRATCH: scratch,
-        }
+        buffers = tensor.view(-1), out.view(-1), scratch  # by Buffer
         calls: list[P2PCall] = []
         for kind, peer, source, target, *places in STEP.iter_unpack(packed):
             begin, to, numel = (nbytes // tensor.itemsize for nbytes in places)

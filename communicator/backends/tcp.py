@@ -12,13 +12,14 @@ from typing import Any, NoReturn
 import torch
 
 from communicator import timings
-from communicator.backend import Backend, Capabilities
+from communicator.backend import Capabilities
 from communicator.backends._tcp import ConnectionEnded, Engine
 from communicator.backends.byte_streams import configure, silent_s
 from communicator.backends.scheduled_collectives import (
     RECV,
     SEND,
     STEP,
+    ComparedByMessages,
     ScheduledCollectives,
     StepProgram,
     packed,
@@ -109,7 +110,7 @@ class TcpCalls(CheckedCalls):
         return super().recv(tensor, src)
 
 
-class Tcp(ScheduledCollectives, Backend):
+class Tcp(ScheduledCollectives, ComparedByMessages):
     """Messages between any two ranks, and collectives by schedules. Sums are in order of rank.
 
     The header of every message in a collective names the call, so all calls are compared.
@@ -124,7 +125,6 @@ class Tcp(ScheduledCollectives, Backend):
         return 20
 
     def open(self) -> None:
-        self.collective = ""  # the call in progress, which its messages name
         self.peers = packed(range(self.world_size))
         self._queue = WorkQueue()
         self._silent_s = silent_s(self.coor)
@@ -170,19 +170,8 @@ class Tcp(ScheduledCollectives, Backend):
     def own_calls(self) -> TcpCalls:
         return TcpCalls(self)
 
-    def compare_call(
-        self, call: str, tensor: torch.Tensor | None = None, details: str = ""
-    ) -> None:
-        """Compare the first calls before anything moves, and later ones by their messages."""
-        self.collective = "comparison"
-        super().compare_call(call, tensor, details)
-        self.collective = call_check.describe_call(call, tensor, details)
-
-    def decline(self, why: str) -> None:
-        if self._num_compared < self.capabilities.checked_calls:
-            return super().decline(why)
-        self.collective = call_check.DECLINED  # without why: the same on all that decline
-        self.barrier()
+    def name_call(self, call: str) -> None:
+        self.collective = call
 
     # The engine does these alone, or nothing: then they go the way of all calls.
 
