@@ -6,7 +6,6 @@ import ctypes
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from coordinator import torch_private
 from coordinator.control.framing import pack, unpack
 from coordinator.timings import DEFAULT
-from coordinator.transport.tree import ALL_NODES, Entry, TreeLinkBroken, distinct
+from coordinator.transport.tree import ALL_NODES, Entry, TreeLinkBroken, distinct, listed
 from launcher import noop
 
 SLICE = timedelta(seconds=DEFAULT.idle_s)
@@ -51,17 +50,14 @@ class GlooTransport:
         """As Tree.exchange. Large data goes once all ranks know who gives how much to whom."""
         self._timeout = timedelta(seconds=max(deadline - time.monotonic(), DEFAULT.idle_s))
         self._idle = idle
-        messages = [unpack(data) for data in self._allgather(_pack_call(header, entries))]
+        own_call = pack((header, listed(entries, INLINE_NBYTES)))
+        messages = [unpack(data) for data in self._allgather(own_call)]
         headers = distinct([(index, header) for index, (header, _) in enumerate(messages)])
         if len(headers) > 1:
             return headers, []
-        listed = [
-            (Entry(src_node, src, dst, data), data)
-            for _, part in messages
-            for src_node, src, dst, data in part
-        ]
-        small = [entry for entry, data in listed if isinstance(data, bytes)]
-        large = [(entry, data) for entry, data in listed if isinstance(data, int)]
+        announced = [(Entry(*fields), fields[-1]) for _, part in messages for fields in part]
+        small = [entry for entry, data in announced if isinstance(data, bytes)]
+        large = [(entry, data) for entry, data in announced if isinstance(data, int)]
         own = {entry.dst: entry.data for entry in entries}
         common = [item for item in large if dst_node_of(item[0]) == ALL_NODES]
         directed = [item for item in large if dst_node_of(item[0]) != ALL_NODES]
@@ -98,7 +94,7 @@ class GlooTransport:
             rows = self._allgather_equal(own[large[self._rank][0].dst])
         else:
             rows = [self._broadcast(entry, nbytes, own) for entry, nbytes in large]
-        return [_with_data(entry, row) for (entry, _), row in zip(large, rows, strict=True)]
+        return [entry._replace(data=row) for (entry, _), row in zip(large, rows, strict=True)]
 
     def _broadcast(self, entry: Entry, nbytes: int, own: dict[int, bytes]) -> bytes:
         options = BroadcastOptions()
@@ -129,12 +125,8 @@ class GlooTransport:
         out = torch.empty(sum(received), dtype=torch.uint8)
         data = _tensor(b"".join(outgoing))
         self._finish(self._gloo.alltoall_base(out, data, received, sent, options))
-        ends = [*accumulate(received)]
-        return [
-            _with_data(entry, _bytes(out[ends[src] - received[src] : ends[src]]))
-            for entry in incoming
-            for src in [entry.src_node]
-        ]
+        parts = torch.split(out, received)
+        return [entry._replace(data=_bytes(parts[entry.src_node])) for entry in incoming]
 
     def _finish(self, work: Any) -> None:
         """Wait for gloo, and call idle now and then. Raises TreeLinkBroken."""
@@ -158,22 +150,6 @@ class GlooTransport:
     def drop(self) -> None:
         """Leave it alone in a forked child: to free it would wait for threads that are not here."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
-
-
-def _pack_call(header: Any, entries: Sequence[Entry]) -> bytes:
-    """The header, and the entries: of large ones the size."""
-    listed = [
-        (
-            *(entry.src_node, entry.src, entry.dst),
-            entry.data if len(entry.data) <= INLINE_NBYTES else len(entry.data),
-        )
-        for entry in entries
-    ]
-    return pack((header, listed))
-
-
-def _with_data(entry: Entry, data: bytes) -> Entry:
-    return Entry(entry.src_node, entry.src, entry.dst, data)
 
 
 def _tensor(data: bytes) -> torch.Tensor:

@@ -11,8 +11,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from coordinator.addresses import family_of, format_address
 from coordinator.binomial_tree import parent_of, subtree_of
@@ -40,14 +39,18 @@ ALL_NODES = -1
 """The dst_node of an entry that every node needs."""
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """Data that rank src, on node src_node, gives to rank dst (-1: to all ranks)."""
 
     src_node: int
     src: int
     dst: int
     data: bytes
+
+
+def listed(entries: Iterable[Entry], most: int) -> list[tuple[Any, ...]]:
+    """Entries as they are sent: in place of data of more than `most` bytes how many they are."""
+    return [(*ranks, data if len(data) <= most else len(data)) for *ranks, data in entries]
 
 
 def distinct(headers: list[Any]) -> list[Any]:
@@ -122,12 +125,8 @@ class Tree:
     ) -> None:
         """The small entries go within the message, the large after it: those are not copied."""
         headers, entries = message
-        listed = []
-        for entry in entries:
-            data = len(entry.data) if len(entry.data) > SMALL else entry.data
-            listed.append((entry.src_node, entry.src, entry.dst, data))
         try:
-            connection.send((headers, listed), deadline, idle)
+            connection.send((headers, listed(entries, SMALL)), deadline, idle)
             for entry in entries:
                 if len(entry.data) > SMALL:
                     connection.write(entry.data, deadline, idle)
@@ -138,12 +137,12 @@ class Tree:
         self, index: int, connection: Connection, deadline: float, idle: Callable[[], None]
     ) -> tuple[list[Any], list[Entry]]:
         try:
-            headers, listed = connection.receive(deadline, idle)
+            headers, announced = connection.receive(deadline, idle)
             entries = []
-            for src_node, src, dst, data in listed:
-                if isinstance(data, int):
-                    data = connection.read_bytes(data, deadline, idle)
-                entries.append(Entry(src_node, src, dst, data))
+            for fields in announced:
+                if isinstance(fields[-1], int):
+                    fields[-1] = connection.read_bytes(fields[-1], deadline, idle)
+                entries.append(Entry(*fields))
             return headers, entries
         except (ConnectionBroken, NoMessage) as error:
             raise TreeLinkBroken(index, str(error)) from error
