@@ -39,11 +39,10 @@ def candidates(info: LaunchInfo) -> list[Address]:
         )
     is_name = not _is_literal(info.master_addr)
     if spans_nodes(info) and is_name and any(_is_loopback(address) for address in addresses):
-        routable = host_addresses.routable_addresses()
         outside = [address for address in addresses if not _is_loopback(address)]
-        return outside + [(family, (text, info.master_port)) for family, text in routable] or (
-            addresses
-        )
+        for family, text in host_addresses.routable_addresses():
+            outside.append((family, (text, info.master_port)))
+        return outside or addresses
     return addresses
 
 

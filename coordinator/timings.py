@@ -100,13 +100,10 @@ class CoordinatorTimings(ConnectionTimings):
         """
         questions = ("membership_s", "departed_s", "master_silent_s")
         heartbeats = ("heartbeat_s", "reports_s", "new_group_s", "ping_after_s", "silent_s")
-        factors = dict.fromkeys(questions, world_size) | dict.fromkeys(
-            heartbeats, num_nodes or world_size
-        )
         most = HEARTBEATS_PER_S * self.heartbeat_s
-        return replace(
-            self, **{name: max(1.0, n / most) * getattr(self, name) for name, n in factors.items()}
-        )
+        factors = dict.fromkeys(questions, max(1.0, world_size / most))
+        factors |= dict.fromkeys(heartbeats, max(1.0, (num_nodes or world_size) / most))
+        return replace(self, **{name: n * getattr(self, name) for name, n in factors.items()})
 
     def with_patience(self, patience_s: float) -> CoordinatorTimings:
         """With limits of at least so long for what is silent, and lives on perhaps."""

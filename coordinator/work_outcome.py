@@ -41,7 +41,7 @@ class WorkOutcome:
                 _printable(str(error)),
                 _printable(traceback_of(error)),
                 isinstance(error, DrumlineError),
-                tuple(map(FailureRecord.from_failure, failures)),
+                tuple(map(FailureRecord.of, failures)),
             )
 
     def packed(self, rank: int) -> bytes:

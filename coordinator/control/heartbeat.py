@@ -18,13 +18,13 @@ from typing import Any, NamedTuple, Protocol
 from coordinator.call_site import CallStatus
 from coordinator.control.client import ServerLost
 from coordinator.control.framing import pack, unpack
+from coordinator.control.membership import MAX_FAILURES
 from coordinator.control.operations import Op
 from coordinator.errors import CoordinatorError
 from coordinator.peers import Peer
 from coordinator.timings import CoordinatorTimings
 from launcher import NoMessage, linux
 
-MAX_FAILURES = 1 << 14  # of groups, that are kept: more than a launch has groups
 NO_ANSWER = (ServerLost, NoMessage, CoordinatorError)  # rank 0 is gone, suspended, busy or cut off
 CHECKSUM_NBYTES = 4  # before the record
 

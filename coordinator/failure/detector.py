@@ -201,7 +201,7 @@ class FailureDetector:
         if len(self.peers) > 1:
             text = f"{self.me}, which left because of {why}\n{_end_of(details)}"
             me = FailureRecord.of(ObservedRank(self.me, "left in the middle of a call"))
-            earlier = map(FailureRecord.from_failure, causes)
+            earlier = map(FailureRecord.of, causes)
             self._publish(PeerLost, where, text, [self.me.rank], [*earlier, me])
 
     def report_failure(self, peer: Peer, how: str, where: str) -> None:

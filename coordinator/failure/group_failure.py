@@ -39,16 +39,12 @@ class FailureRecord(NamedTuple):
     text: str = ""
 
     @classmethod
-    def of(cls, observed: ObservedRank) -> FailureRecord:
-        reason = observed.reason or FailureReason.REPORTED
-        text = clipped(str(observed))[:MAX_FAILURE_TEXT]
-        return cls(observed.peer.rank, reason.value, 0.0, observed.call, observed.exit_status, text)
-
-    @classmethod
-    def from_failure(cls, failure: RankFailure) -> FailureRecord:
-        reason, text = failure.reason.value, clipped(str(failure))[:MAX_FAILURE_TEXT]
-        rank, status = failure.peer.rank, failure.exit_status
-        return cls(rank, reason, failure.since_s, failure.call, status, text)
+    def of(cls, failed: ObservedRank | RankFailure) -> FailureRecord:
+        reason = failed.reason or FailureReason.REPORTED
+        since_s = failed.since_s if isinstance(failed, RankFailure) else 0.0
+        text = clipped(str(failed))[:MAX_FAILURE_TEXT]
+        rank, call, status = failed.peer.rank, failed.call, failed.exit_status
+        return cls(rank, reason.value, since_s, call, status, text)
 
     def to_failure(self, peers: Sequence[Peer]) -> RankFailure | None:
         """The failure in the numbering of these peers' group; None if it is not among them."""

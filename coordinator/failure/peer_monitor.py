@@ -55,7 +55,6 @@ class PeerStatus(NamedTuple):
 
     status: int
     has_arrived: bool
-    num_calls: int
     last_call: CallStatus
 
 
@@ -199,12 +198,9 @@ class PeerMonitor:
 
     def _read_status(self, rank: int) -> PeerStatus:
         assert self.segment is not None
-        status, has_arrived, num_calls, name, number, where, ago_s = self.segment.read_status(
-            self._local[rank]
-        )
-        return PeerStatus(
-            status, bool(has_arrived), num_calls, CallStatus(name, number, where, ago_s)
-        )
+        fields = self.segment.read_status(self._local[rank])
+        status, has_arrived, *_ = fields
+        return PeerStatus(status, bool(has_arrived), CallStatus(*fields[3:]))
 
     # ---- ranks that are late ----
 

@@ -93,11 +93,9 @@ class Sequencer:
     def _check(self, first: int, pending: PendingCall) -> None:
         """Raise if rank first failed before it could store an outcome."""
         assert self._detector is not None
-
-        def is_done() -> bool:
-            return self._store.get(OUTCOME, pending) is not None
-
-        self._detector.check_members([first], pending, is_done)
+        self._detector.check_members(
+            [first], pending, lambda: self._store.get(OUTCOME, pending) is not None
+        )
 
     def _result(self, outcome: bytes, first: int, pending: PendingCall) -> bytes:
         is_ok, data = unpack(outcome)

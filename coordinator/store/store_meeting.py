@@ -39,7 +39,7 @@ from coordinator.errors import (
 )
 from coordinator.peers import Peer
 from coordinator.timings import CoordinatorTimings
-from launcher import LaunchInfo, listener_at
+from launcher import LaunchInfo, host_addresses, listener_at
 
 LOOPBACK = "127.0.0.1"
 DISCARD_PORT = 9  # nothing is sent there
@@ -315,7 +315,5 @@ def _own_address(store: Any) -> str:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host, port = getattr(store, "host", LOOPBACK), getattr(store, "port", DISCARD_PORT)
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    return host_addresses.local_address_for(family, address)

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 
 from coordinator.control.framing import Connection, pack, unpack
 from coordinator.errors import CoordinatorError
@@ -19,6 +20,7 @@ from launcher import Credentials, NoMessage
 Exchange = Callable[[bytes], list[bytes]]
 
 
+@dataclass(eq=False)
 class PeerConnector:
     """Connects this rank to all its peers. Errors name ranks as in the launch.
 
@@ -27,43 +29,38 @@ class PeerConnector:
     peer will not come.
     """
 
-    def __init__(
-        self,
-        address: str,
-        credentials: Credentials,
-        rank: int,
-        peers: Sequence[Peer],
-        name: str,
-        check: Callable[[], None],
-    ) -> None:
-        self._address, self._credentials, self._check = address, credentials, check
-        self._rank, self._peers, self._name = rank, peers, name
-        self._connections: dict[int, Connection] = {}
+    address: str
+    credentials: Credentials
+    rank: int
+    peers: Sequence[Peer]
+    name: str
+    check: Callable[[], None]
+    connections: dict[int, Connection] = field(default_factory=dict)
 
     def connect(self, exchange: Exchange, timeout_s: float) -> dict[int, socket.socket]:
         """The connections, by rank. exchange: an allgather over the peers. Collective."""
         deadline = time.monotonic() + timeout_s
-        higher = range(self._rank + 1, len(self._peers))
-        purpose, credentials = self._purpose(self._rank), self._credentials
-        with closing(ChildListener(self._address, credentials, purpose, len(higher))) as listener:
+        higher = range(self.rank + 1, len(self.peers))
+        purpose, credentials = self._purpose(self.rank), self.credentials
+        with closing(ChildListener(self.address, credentials, purpose, len(higher))) as listener:
             addresses = [unpack(data) for data in exchange(pack(list(listener.address)))]
             problem = self._connect(addresses, listener, deadline, timeout_s)
         problems = [data.decode() for data in exchange(problem.encode()) if data]
         if problems:
-            for connection in (*self._connections.values(), *listener.accepted.values()):
+            for connection in (*self.connections.values(), *listener.accepted.values()):
                 connection.close()
             raise CoordinatorError(
                 problem
                 or f"rank {self._me.rank} has no connections, for another has none: {problems[0]}"
             )
-        return {rank: connection.socket for rank, connection in self._connections.items()}
+        return {rank: connection.socket for rank, connection in self.connections.items()}
 
     def _purpose(self, listener: int) -> str:
-        return f"connections/{self._name}/{listener}"
+        return f"connections/{self.name}/{listener}"
 
     @property
     def _me(self) -> Peer:
-        return self._peers[self._rank]
+        return self.peers[self.rank]
 
     def _connect(
         self,
@@ -73,18 +70,18 @@ class PeerConnector:
         timeout_s: float,
     ) -> str:
         """Connect to the lower ranks, and accept the higher; the problem, or nothing."""
-        higher = range(self._rank + 1, len(self._peers))
-        me, credentials = self._me, self._credentials
+        higher = range(self.rank + 1, len(self.peers))
+        me, credentials = self._me, self.credentials
         try:
-            for rank in range(self._rank):
-                purpose, peer = f"{self._purpose(rank)}/{self._rank}", self._peers[rank]
-                self._connections[rank] = connect_to_parent(
-                    addresses[rank], credentials, me, peer, purpose, deadline, self._check
+            for rank in range(self.rank):
+                purpose, peer = f"{self._purpose(rank)}/{self.rank}", self.peers[rank]
+                self.connections[rank] = connect_to_parent(
+                    addresses[rank], credentials, me, peer, purpose, deadline, self.check
                 )
-            self._connections.update(listener.wait(higher, deadline, self._check))
+            self.connections.update(listener.wait(higher, deadline, self.check))
         except CoordinatorError as error:
             return str(error)
         except NoMessage:
-            late = [str(self._peers[rank]) for rank in higher if rank not in listener.accepted]
+            late = [str(self.peers[rank]) for rank in higher if rank not in listener.accepted]
             return f"{me} waited {timeout_s:g} s for {' and '.join(late)} to connect"
         return ""

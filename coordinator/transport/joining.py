@@ -78,9 +78,8 @@ class _Joining:
         self.peers = {place: Peer.unpack(packet) for place, packet in packets.items()}
         places, peers = list(self.peers), list(self.peers.values())
         domains = [[places[index] for index in domain] for domain in shm_domains_of(peers)]
-        self.shm_domain = self._share_memory(
-            next(domain for domain in domains if self.rank in domain)
-        )
+        own_domain = next(domain for domain in domains if self.rank in domain)
+        self.shm_domain = self._share_memory(own_domain)
         domains = [self.shm_domain]
         if len(self.shm_domain) < self.size:
             self.session.start_heartbeat()

@@ -124,7 +124,7 @@ def test_a_stranger_in_between_ends_the_call_of_both_ranks(ranks, monkeypatch, h
     def connect_through_a_stranger(self, *arguments):
         links = connect(self, *arguments)
         return {
-            rank: relayed(link, alter) if self._rank == 1 else link for rank, link in links.items()
+            rank: relayed(link, alter) if self.rank == 1 else link for rank, link in links.items()
         }
 
     monkeypatch.setattr(PeerConnector, "connect", connect_through_a_stranger)

@@ -51,7 +51,7 @@ def test_a_subgroup_has_connections_by_its_own_ranks(ranks):
 
 def test_errors_name_ranks_of_the_launch(ranks_or_errors, monkeypatch):
     monkeypatch.setattr(
-        PeerConnector, "_connect", lambda self, *_: "nothing to say" if self._rank == 0 else ""
+        PeerConnector, "_connect", lambda self, *_: "nothing to say" if self.rank == 0 else ""
     )
 
     def body(info):
@@ -101,7 +101,7 @@ def test_a_rank_that_leaves_while_others_connect_to_it_is_named_at_once(
     connect = PeerConnector._connect
 
     def leave(connector, *arguments):
-        return 1 // 0 if connector._rank == 2 else connect(connector, *arguments)
+        return 1 // 0 if connector.rank == 2 else connect(connector, *arguments)
 
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
