@@ -184,10 +184,8 @@ class ControlServer:
     def begin_closing(self) -> None:
         """Accept no new ranks, and end once all that are here have left."""
         self._closing.set()
-        try:
+        with suppress(OSError):  # it has ended already
             self._wakeup.send(b".")
-        except OSError:
-            pass  # it has ended already
 
     def wait(self, timeout_s: float, stuck: Mapping[int, float] = MappingProxyType({})) -> bool:
         """True if all ranks leave in time. stuck: ranks that may stay after these seconds."""

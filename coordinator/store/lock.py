@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,10 +68,8 @@ def _check_is_there(folder: Path) -> None:
 
 
 def _make(folder: Path) -> None:
-    try:
+    with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    except FileExistsError:
-        pass
 
 
 def _digest(text: str) -> str:
@@ -128,13 +126,11 @@ def _sweep(folder: Path) -> None:
 
 def _remove_if_unused(folder: Path, fd: int) -> None:
     """fd: of its users. Renamed first, so that nobody can come in while it is emptied."""
-    try:
+    with suppress(BlockingIOError):  # others are there
         if _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB) and _is_at(folder / "users", fd):
             going = folder.with_name(f"{folder.name}-{secrets.token_hex(4)}")
             folder.rename(going)
             shutil.rmtree(going)
-    except BlockingIOError:
-        pass  # others are there
 
 
 def _flock(fd: int, how: int) -> bool:

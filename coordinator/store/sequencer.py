@@ -7,7 +7,7 @@ so that nobody waits for what will not come.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from coordinator.call_site import PendingCall, traceback_of
 from coordinator.control.framing import pack, unpack
@@ -72,10 +72,8 @@ class Sequencer:
 
     def _put_failure(self, error: BaseException, pending: PendingCall) -> None:
         outcome = pack((False, traceback_of(error).encode()))
-        try:
+        with suppress(CoordinatorError):  # rank 0 is gone, which the others see by themselves
             self._store.put(OUTCOME, outcome, pending.restarted(DEFAULT.failed_turn_s))
-        except CoordinatorError:
-            pass  # rank 0 is gone, which the others see by themselves
 
     def _wait_for_outcome(self, first: int, pending: PendingCall) -> bytes:
         """The result of rank first. Raises CoordinatorError with its traceback if it failed."""

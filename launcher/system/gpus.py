@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,11 +96,9 @@ def _devices(nvml: Any, handle: Any) -> Iterator[GpuDevice]:
         yield GpuDevice(uuid)
         return
     for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-        try:
+        with suppress(nvml.NVMLError_NotFound):
             instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-        except nvml.NVMLError_NotFound:
-            continue
-        yield GpuDevice(nvml.nvmlDeviceGetUUID(instance), parent=uuid)
+            yield GpuDevice(nvml.nvmlDeviceGetUUID(instance), parent=uuid)
 
 
 def _selected(text: str, gpus: list[GpuDevice]) -> Iterator[GpuDevice]:
