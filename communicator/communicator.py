@@ -15,7 +15,6 @@ import threading
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -404,12 +403,7 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._backend.leave()
         if error is not None and self._background is not None and not self._background.is_idle():

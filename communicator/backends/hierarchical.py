@@ -113,11 +113,9 @@ class Hierarchical(ComparedByMessages):
         }
         self._everyone = SubgroupCollectives(self._network, range(self.world_size))
         self._leaders = self._columns.get(0)  # None on other ranks than the first of a node
-        places = (
-            self._node_of[rank] * self._num_columns + self._nodes[self._node_of[rank]].index(rank)
-            for rank in range(self.world_size)
-        )
-        self._places = torch.tensor([*places])  # of each rank, in rows of nodes
+        nodes = sorted(self._node_of.items())
+        places = [k * self._num_columns + self._nodes[k].index(rank) for rank, k in nodes]
+        self._places = torch.tensor(places)  # of each rank, in rows of nodes
 
     def close(self) -> None:
         self._resources.close()

@@ -134,19 +134,13 @@ class Tcp(ScheduledCollectives, ComparedByMessages):
             configure(link, self._silent_s)
             # Or the kernel ends it where a peer is late to receive; _check_wait looks instead.
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
-        keys = {
-            rank: link.take_keys()
-            for rank, link in links.items()
-            if isinstance(link, EncryptedSocket)
-        }
-        self._fds = {rank: link.detach() for rank, link in links.items()}
-        fds = [self._fds.get(rank, -1) for rank in range(self.world_size)]
-        self._engine = Engine(
-            self.rank,
-            fds,
-            [keys.get(rank, b"") for rank in range(self.world_size)],
-            timings.TIMINGS.liveness_poll_s,
-        )
+        fds, keys = [-1] * self.world_size, [b""] * self.world_size
+        for rank, link in links.items():
+            if isinstance(link, EncryptedSocket):
+                keys[rank] = link.take_keys()
+            fds[rank] = link.detach()
+        self._fds = {rank: fds[rank] for rank in links}
+        self._engine = Engine(self.rank, fds, keys, timings.TIMINGS.liveness_poll_s)
 
     def close(self) -> None:
         if not hasattr(self, "_engine"):  # it could not connect

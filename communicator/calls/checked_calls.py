@@ -61,11 +61,10 @@ class CheckedCalls:
     ) -> torch.Tensor:
         self.backend.check_tensor("allreduce", tensor)
         name = check_op(self._me, "allreduce", op, tensor)
-        out = (
-            tensor
-            if out is None
-            else self.backend.check_out("allreduce", out, tensor.shape, tensor)
-        )
+        if out is None:
+            out = tensor
+        else:
+            self.backend.check_out("allreduce", out, tensor.shape, tensor)
         if self.world_size == 1:
             return out if out is tensor else out.copy_(tensor)
         self.backend.compare_call("allreduce", tensor, name)

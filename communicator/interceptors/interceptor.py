@@ -46,12 +46,12 @@ class Interceptor:
     def install(self, comm: InterceptedCalls) -> None:
         """Do it around calls of this communicator from now on."""
         self._owner = weakref.ref(comm)
-        comm._intercept(self)
+        comm._rebind(added=(self,))
 
     def remove(self) -> None:
         """Stand before no call any longer, and leave the other interceptors."""
         if (comm := self._owner()) is not None:
-            comm._uninstall(self)
+            comm._rebind(removed=self)
 
 
 class InterceptedCalls:
@@ -64,16 +64,13 @@ class InterceptedCalls:
         self._straight, self._binding = straight, threading.RLock()
         self._bind()
 
-    def _intercept(self, interceptor: Interceptor) -> None:
-        """Do something around calls, until its remove()."""
+    def _rebind(
+        self, added: tuple[Interceptor, ...] = (), removed: Interceptor | None = None
+    ) -> None:
+        """Do something more around calls, or something no longer."""
         with self._binding:
-            self._interceptors = (*self._interceptors, interceptor)
-            self._bind()
-
-    def _uninstall(self, interceptor: Interceptor) -> None:
-        """Do it no longer."""
-        with self._binding:
-            self._interceptors = tuple(one for one in self._interceptors if one is not interceptor)
+            kept = (one for one in self._interceptors if one is not removed)
+            self._interceptors = (*kept, *added)
             self._bind()
 
     def _refuse_all(self, error: Exception) -> None:

@@ -371,7 +371,7 @@ class P2PEngine:
         incoming.expect_header()
         if isinstance(target, P2PWork):
             self._end(target)
-        elif isinstance(target, Arrival):
+        else:
             target.is_complete = True
             if target.work is not None and target.data is not None:
                 self._deliver(target, target.work, target.data)

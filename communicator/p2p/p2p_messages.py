@@ -218,9 +218,9 @@ class Incoming:
 
     def expect_header(self) -> None:
         self.address, self.left = ctypes.addressof(self.header), HEADER.size
-        self.target: P2PWork | Arrival | torch.Tensor | None = None
+        self.target: P2PWork | Arrival | None = None
 
-    def expect(self, target: P2PWork | Arrival | torch.Tensor, address: int, nbytes: int) -> None:
+    def expect(self, target: P2PWork | Arrival, address: int, nbytes: int) -> None:
         self.target, self.address, self.left = target, address, nbytes
 
 

@@ -67,32 +67,27 @@ def allreduce(tensor: torch.Tensor, group: str, op: str = "sum") -> torch.Tensor
 
 def reduced(tensor: torch.Tensor, group: str, op: str = "sum") -> torch.Tensor:
     """The reduction of every rank's tensor, in a new one."""
-    result: torch.Tensor = torch.ops.drumline.allreduce(tensor, group, op)
-    return result
+    return torch.ops.drumline.allreduce(tensor, group, op)  # type: ignore[no-any-return]
 
 
 def allgather(tensor: torch.Tensor, group: str, dim: int = 0) -> torch.Tensor:
     """Every rank's tensor, joined along dim."""
-    result: torch.Tensor = torch.ops.drumline.allgather(tensor, group, dim)
-    return result
+    return torch.ops.drumline.allgather(tensor, group, dim)  # type: ignore[no-any-return]
 
 
 def reduce_scatter(tensor: torch.Tensor, group: str, op: str = "sum", dim: int = 0) -> torch.Tensor:
     """This rank's part of the reduction of every rank's tensor, cut evenly along dim."""
-    result: torch.Tensor = torch.ops.drumline.reduce_scatter(tensor, group, op, dim)
-    return result
+    return torch.ops.drumline.reduce_scatter(tensor, group, op, dim)  # type: ignore[no-any-return]
 
 
 def alltoall(tensor: torch.Tensor, group: str) -> torch.Tensor:
     """Row i of the result is what rank i had in row `rank`: [world_size, *shape]."""
-    result: torch.Tensor = torch.ops.drumline.alltoall(tensor, group)
-    return result
+    return torch.ops.drumline.alltoall(tensor, group)  # type: ignore[no-any-return]
 
 
 def sendrecv(tensor: torch.Tensor, group: str, dst: int, src: int) -> torch.Tensor:
     """Rank src's tensor, while this rank's goes to dst; of the same shape, as around a ring."""
-    result: torch.Tensor = torch.ops.drumline.sendrecv(tensor, group, dst, src)
-    return result
+    return torch.ops.drumline.sendrecv(tensor, group, dst, src)  # type: ignore[no-any-return]
 
 
 def _allreduce_in_place(tensor: torch.Tensor, group: str, op: str) -> None:

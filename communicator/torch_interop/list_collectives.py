@@ -88,12 +88,9 @@ def _are_apart(tensors: Tensors) -> bool:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    last = sum((size - 1) * stride for size, stride in zip(*_layout_of(tensor), strict=True))
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in dims)
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
-
-
-def _layout_of(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
-    return tensor.shape, tensor.stride()
 
 
 def allreduce_sparse(comm: Communicator, tensor: torch.Tensor, op: Any) -> None:

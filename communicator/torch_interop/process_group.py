@@ -178,14 +178,8 @@ class DrumlineProcessGroup(GroupCollectives):
 
 
 def create_group(options: Any, _: Any) -> Any:
-    return _open_backend(
-        options.store,
-        options.group_rank,
-        options.group_size,
-        options.timeout,
-        options.group_id,
-        options.global_ranks_in_group,
-    )
+    place = options.store, options.group_rank, options.group_size
+    return _open_backend(*place, options.timeout, options.group_id, options.global_ranks_in_group)
 
 
 def _open_backend(

@@ -169,10 +169,8 @@ class Nccl(PluginBackend):
             self.given_stream = GivenStream(stream, self._me)
         self._library, self._library_problem = nccl_library.find_or_problem(library)
         if existing is None:
-            options: dict[str, Any] = {
-                "library": getattr(self._library, "path", ""),
-                "blocking": int(blocking),
-            }
+            options: dict[str, Any] = {"blocking": int(blocking)}
+            options["library"] = getattr(self._library, "path", "")
             if stream is not None:
                 options["stream"] = stream.cuda_stream
             if max_ctas is not None:
