@@ -26,8 +26,9 @@ from drumline.planner.cost_model import (
     equalize_similar_devices,
 )
 
-WEIGHTS = 32 << 20
-"""Bytes of the matrix that is read: more than caches hold, and little beside a model."""
+WEIGHTS = 128 << 20
+"""Bytes of the matrix that is read, little beside a model: of 32 MiB, a processor's cache of as
+much held enough that memory seemed twice as fast as layers find it."""
 
 TOKENS = 256
 SMALL, LARGE = 64, 1 << 20
@@ -54,14 +55,16 @@ def measure_speeds(
 ) -> DeviceSpeeds:
     """The speed of every place in `places`, and of the links of the ring. Collective.
 
-    The ranks of a node take turns, as they do when they serve one request. Takes about a
-    quarter of a second for each of them, and 32 MiB of memory for a moment. The numbers are
-    exchanged, so that every rank has the same.
+    The ranks of a machine, of all its containers, take turns, as they do when they serve one
+    request. Takes about a quarter of a second for each of them, and 128 MiB of memory for a moment.
+    The numbers are exchanged, so that every rank has the same.
     """
     devices = [device for rank, device in places if rank == coor.rank]
     speeds: dict[str, DeviceSpeed] = {}
-    for local_rank in range(max(coor.allgather_object(coor.local_world_size))):
-        if local_rank == coor.local_rank:
+    machines = [peer.machine for peer in coor.peers]
+    turns = [machines[:rank].count(machine) for rank, machine in enumerate(machines)]
+    for turn in range(max(turns) + 1):
+        if turn == turns[coor.rank]:
             main = first_device(devices)
             speeds = {device: measure_place(device, main, dtype) for device in devices}
         coor.barrier()
@@ -80,7 +83,7 @@ def measure_machines(
     """The speed of each place that is not offloaded, measured once for each machine. Collective.
 
     None where all ranks are on one machine, which are equal, or have other devices than the first
-    rank of theirs. Takes a second and 32 MiB of memory, on all machines at once.
+    rank of theirs. Takes a second and 128 MiB of memory, on all machines at once.
     """
     machines = [peer.machine for peer in coor.peers]
     if len({*machines}) == 1:

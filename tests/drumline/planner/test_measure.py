@@ -71,6 +71,31 @@ def hosts(monkeypatch):
     return lambda info, host: names.setdefault(threading.get_ident(), host)
 
 
+@pytest.mark.parametrize("num_machines", [1, 2])
+def test_ranks_of_one_machine_measure_in_turn_in_whatever_containers(
+    ranks, hosts, monkeypatch, num_machines
+):
+    """Three at once on two cores each had two thirds of one, so that a plan said 3.4 tokens a
+    second where there were 5."""
+    together, most = [], []
+
+    def note(*_):
+        together.append(None)
+        time.sleep(0.2)
+        most.append(len(together))
+        together.pop()
+        return DeviceSpeed(1e13, 1e10)
+
+    def rank(info):
+        hosts(info, f"host{info.rank % num_machines}")
+        with Coordinator(info) as coor:
+            return measure_speeds(coor, [(0, "cpu"), (1, "cpu")], torch.float32)
+
+    monkeypatch.setattr(measure, "measure_place", note)
+    ranks(rank, 2, nodes=[1, 1])
+    assert max(most) == num_machines
+
+
 @pytest.mark.parametrize(("slow", "num_layers"), [(0.3, 1), (0.7, 3)])
 def test_auto_gives_a_slow_host_few_layers_and_equal_hosts_the_same(
     checkpoints, ranks, hosts, monkeypatch, slow, num_layers
