@@ -86,6 +86,11 @@ class GroupCollectives(ProcessGroup):  # type: ignore[misc]
         call = (tensors, _op_argument(opts))
         return self._run(place, list_collectives.allreduce_coalesced, [call], tensors, opts)
 
+    def comparison_of(self, tensors: Tensors) -> Callable[[], None]:
+        """The first part of an allreduce_coalesced whose others C++ does."""
+        call, comm = "allreduce_coalesced", self._comms.of("cpu")
+        return functools.partial(list_collectives.compare_lists, comm, call, tensors)
+
     @_declining
     def broadcast(
         self, tensors: OneOrMore, opts: Any = None, timeout: Any = None, *, root: int | None = None
@@ -269,6 +274,7 @@ class GroupCollectives(ProcessGroup):  # type: ignore[misc]
         def work() -> None:
             comm = self._comms.of(device_type)
             try:
+                list_collectives.compare_lists(comm, place.call, [call[1] for call in calls])
                 for call in calls:
                     move(comm, *call)
             except MISTAKES as error:  # which the communicator saw before anything moved

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch.distributed import ReduceOp
 
-from communicator.calls.call_check import check_identical
+from communicator.calls.call_check import check_identical, tensor_to_text, text_to_tensor
 from communicator.calls.dtypes import DTYPES, NAMES_OF_TORCH_OPS
 from communicator.communicator import Communicator
 from communicator.errors import CommunicatorError, Unsupported
@@ -68,8 +69,23 @@ def allreduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
             comm.allreduce(whole, _op_name(comm, op, tensor.dtype))
 
 
+def compare_lists(comm: Communicator, call: str, tensors: Tensors) -> None:
+    """Raise on every rank, before anything moves, unless the lists are as long, of the same sizes.
+
+    For a list of several: what is wrong in a later one would show once the first has moved. On the
+    CPU alone, as in _compare_parts.
+    """
+    if comm.device.type != "cpu" or comm.world_size == 1 or len(tensors) < 2:
+        return
+    sizes = ", ".join(f"{flat_numel(tensor)} {tensor.dtype}" for tensor in tensors)
+    text = f"{len(tensors)} tensors ({crc32(sizes.encode()):08x}) of {sizes}"
+    rows = comm.allgather(text_to_tensor(text))
+    check_identical(comm, call, [tensor_to_text(row) for row in rows])
+
+
 def allreduce_coalesced(comm: Communicator, tensors: Tensors, op: Any) -> None:
     """Each reduced once, also one that is there twice or lies in another."""
+    compare_lists(comm, "allreduce_coalesced", tensors)
     if _are_apart(tensors):
         for tensor in tensors:
             allreduce(comm, tensor, op)

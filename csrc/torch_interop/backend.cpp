@@ -66,6 +66,13 @@ class TitleScope {
     CallTitle before_;
 };
 
+// A function of Python, for a thread without the GIL.
+Call as_call(py::function function) {
+    return [shared = share(std::move(function))] {
+        return run_python([&] { check_returned(PyObject_CallObject(shared->ptr(), nullptr)); });
+    };
+}
+
 class DrumlineBackend : public c10d::Backend {
   public:
     // group: a DrumlineProcessGroup, with the GIL.
@@ -119,7 +126,7 @@ class DrumlineBackend : public c10d::Backend {
         return start(
             title, options.asyncOp, tensors,
             [&](const NativeCalls& native) {
-                return native.allreduce_all(tensors, options.reduceOp);
+                return native.allreduce_all(tensors, options.reduceOp, comparison_of(tensors));
             },
             [&] { return delegate(title, "allreduce_coalesced", tensors, options); });
     }
@@ -241,6 +248,13 @@ class DrumlineBackend : public c10d::Backend {
     }
 
   private:
+    // Of the ranks' lists, if they have several tensors.
+    Call comparison_of(const Tensors& tensors) const {
+        if (tensors.size() < 2) return {};
+        py::gil_scoped_acquire gil;
+        return as_call(group_->attr("comparison_of")(tensors));
+    }
+
     template <class... Arguments>
     WorkBase delegate(const CallTitle& title, const char* method, const Arguments&... arguments) {
         ++sequence_number_;
@@ -293,13 +307,6 @@ class DrumlineBackend : public c10d::Backend {
     c10::intrusive_ptr<Options> options_;
     std::atomic<uint64_t> sequence_number_{0};
 };
-
-// A function of Python, for a thread without the GIL.
-Call as_call(py::function function) {
-    return [shared = share(std::move(function))] {
-        return run_python([&] { check_returned(PyObject_CallObject(shared->ptr(), nullptr)); });
-    };
-}
 
 template <class Method>
 auto as_method(Method method) {

@@ -34,9 +34,11 @@ class NativeCalls : public std::enable_shared_from_this<NativeCalls> {
         });
     }
 
-    // Of tensors of one dtype, none of which lies in another.
-    Call allreduce_all(const std::vector<at::Tensor>& tensors, const c10d::ReduceOp& op) const {
+    // Of tensors of one dtype, none of which lies in another. compare: before the first, if any.
+    Call allreduce_all(const std::vector<at::Tensor>& tensors, const c10d::ReduceOp& op,
+                       Call compare) const {
         std::vector<Call> calls;
+        if (compare) calls.push_back(std::move(compare));
         std::vector<std::pair<const char*, const char*>> spans;
         for (const at::Tensor& tensor : tensors) {
             if (!are_plain(tensor, tensors[0])) return {};

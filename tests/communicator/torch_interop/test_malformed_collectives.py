@@ -91,6 +91,22 @@ def test_senders_hear_that_ranks_gather_different_tensors(trio):
     assert trio(body) == [[1.0, 2.0, 3.0], [], []]
 
 
+def test_lists_that_differ_raise_before_the_first_tensor_is_reduced(trio):
+    def body(comm):
+        tensors = [torch.ones(2), torch.ones(2 + (comm.rank == 2))]
+        with pytest.raises(
+            CommunicatorError, match=r"rank 2 asked for 2 tensors .* 3 torch.float32"
+        ):
+            list_collectives.allreduce_coalesced(comm, tensors, ReduceOp.SUM)
+        if comm.rank == 0:
+            tensors.append(torch.ones(2))
+        with pytest.raises(CommunicatorError, match="rank 0 asked for 3 tensors"):
+            list_collectives.allreduce_coalesced(comm, tensors, ReduceOp.SUM)
+        return tensors[0].tolist()
+
+    assert trio(body) == [[1.0, 1.0]] * 3
+
+
 def test_uneven_lists_are_gathered_and_scattered_over_every_backend(trio):
     def body(comm):
         outs = [torch.zeros(rank, 2) for rank in range(3)]
