@@ -359,8 +359,13 @@ class Coordinator(Collectives, SharedState):
         limit = self._limit(timeout_s)
         if self._closed or self._pid != os.getpid():
             return
-        for user in tuple(self._users) if self._broken is None else ():
-            user.close()
+        try:
+            for user in tuple(self._users) if self._broken is None else ():
+                user.close()
+        except BaseException as error:
+            self._abandon(error)
+            self.close(timeout_s=timeout_s)
+            raise
         self._interrupt(min(limit, self._timings.linger_s))
         groups = (self._node, self._leaders) if self._broken is None else tuple(self._subgroups)
         for group in groups:

@@ -367,6 +367,32 @@ def test_close_ends_the_call_that_another_thread_is_in(ranks, nodes, call):
     assert text.startswith("rank 0") and "close" in text, text
 
 
+@nodes
+def test_a_model_whose_close_raises_is_told_and_the_rest_is_closed(ranks, nodes):
+    """The Coordinator stayed open, and the other ranks waited for this one."""
+
+    class Model:
+        def close(self):
+            raise OSError("no space left")
+
+    def body(info):
+        coor = Coordinator(info, timeout_s=20)
+        group = coor.node
+        if info.rank == 1:
+            with pytest.raises(CoordinatorError, match=r"rank 0.* no space left"), coor:
+                coor.barrier()
+            return None
+        model = coor.close_first(Model())
+        with pytest.raises(OSError, match="no space left"):
+            coor.close()
+        coor.close()
+        with pytest.raises(CoordinatorError, match="closed"):
+            group.barrier()
+        return type(model)
+
+    assert ranks(body, 2, nodes)[1] is None
+
+
 def test_once_is_once_among_the_threads_of_a_rank_too():
     runs = []
 
