@@ -47,9 +47,14 @@ class ArtifactCache:
             )
         return self.folder / f"{key}.artifact"
 
-    def lock(self, key: str) -> FileLock:
-        """A lock that one process of the node holds; the kernel frees it if that process dies."""
-        return FileLock(self.folder / f"{key}.lock", thread_local=False, is_singleton=False)
+    @contextlib.contextmanager
+    def lock(self, key: str) -> Iterator[None]:
+        """Hold a lock, as one process of the node; the kernel frees it if that process dies."""
+        path = self.folder / f"{key}.lock"
+        with self._errors_named():
+            held = FileLock(path, thread_local=False, is_singleton=False).acquire()
+        with held:
+            yield
 
     def load(self, key: str) -> bytes | None:
         """The artifact, or None if it is absent or damaged.

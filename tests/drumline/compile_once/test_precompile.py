@@ -159,7 +159,7 @@ def test_an_artifact_that_is_just_being_replaced_is_not_removed(tmp_path):
     assert cache.load("key") == b"new"
 
 
-@pytest.mark.parametrize("name", ["key.artifact", "key.seal", "secret"])
+@pytest.mark.parametrize("name", ["key.artifact", "key.seal", "secret", "secret.lock"])
 def test_what_lies_in_place_of_a_file_of_the_cache_is_named(tmp_path, name):
     """The error was an IsADirectoryError, of which nothing said what to do."""
     cache = ArtifactCache(tmp_path / "c")
@@ -169,6 +169,9 @@ def test_what_lies_in_place_of_a_file_of_the_cache_is_named(tmp_path, name):
     for use in (lambda: cache.load("key"), lambda: cache.store("key", b"data")):
         with pytest.raises(BuildError, match=f"{name}.* Delete what is there"):
             use()
+    (cache.folder / "other.lock").mkdir()
+    with pytest.raises(BuildError, match=r"other.lock.* Delete what"), cache.lock("other"):
+        pass
     with pytest.raises(BuildError, match="Or give a folder of your own"):
         ArtifactCache(__file__)
 
