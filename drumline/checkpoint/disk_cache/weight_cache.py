@@ -124,7 +124,10 @@ class CachedWeights:
             with path.open("rb") as file:
                 is_whole = os.fstat(file.fileno()).st_size == len(digest) + len(out)
                 is_whole = is_whole and file.readinto(digest) + file.readinto(out) > len(out)
-        except OSError:
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            log.warning("%s, so these weights are received again", error)
             return False
         if is_whole and _digest(key, out) == digest:
             return True

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import pwd
+import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -350,6 +351,15 @@ def test_many_write_read_and_clear_at_once(tmp_path):
     while any(thread.is_alive() for thread in threads):
         cache.clear()
     assert wrong == []
+
+
+def test_a_block_that_cannot_be_read_is_said(tmp_path, caplog):
+    """It was received again in silence, at each load."""
+    cache = WeightCache(tmp_path)
+    assert not is_kept(cache, "a") and caplog.text == ""
+    (tmp_path / "a" / "k").mkdir()
+    assert not is_kept(cache, "a")
+    assert re.search("a/k.*so these weights are received again", caplog.text)
 
 
 def test_the_disk_keeps_as_much_free_as_is_taken(tmp_path, monkeypatch, caplog):
