@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import os
 import socket
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import replace
 
 from launcher import launch_secret, registry
@@ -22,9 +22,7 @@ from launcher.system import linux
 from launcher.trace import recorder
 
 # Of ranks that are threads: other threads do not see a context variable.
-_thread_info: contextvars.ContextVar[LaunchInfo | None] = contextvars.ContextVar(
-    "launch_info", default=None
-)
+_thread_info: ContextVar[LaunchInfo | None] = ContextVar("launch_info", default=None)
 
 
 def current(launcher: str | None = None) -> LaunchInfo:

@@ -11,7 +11,6 @@ import signal
 import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any
 
 from launcher import target
@@ -88,12 +87,7 @@ class Launch:
     def __enter__(self) -> Launch:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.stop()
         self._thread.join()
 

@@ -87,8 +87,7 @@ class LaunchInfo:
         return self.rank == self.master_rank
 
     def to_dict(self) -> dict[str, object]:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {**values, "extras": dict(self.extras)}
+        return {**vars(self), "extras": dict(self.extras)}
 
     def to_bytes(self) -> bytes:
         """UTF-8 JSON, of which from_bytes makes an equal LaunchInfo."""

@@ -136,8 +136,7 @@ def run_checked(
             return run_checked(replace(job, trace=str(folder)), backend, None, **options)
     target.check(job.target)
     if hasattr(backend, "run"):
-        results: list[Any] = backend.run(job, **options)
-        return results
+        return backend.run(job, **options)  # type: ignore[no-any-return]
     if hasattr(backend, "command"):
         from launcher.external import backend_launcher
 

@@ -56,16 +56,14 @@ def by_reference(target: Target) -> Target:
 def find(reference: str) -> Callable[..., Any]:
     """The function of a reference; a script is imported for it under another name than __main__."""
     source, _, name = reference.rpartition(":")
+    load = _script_as_module if source.endswith(".py") else importlib.import_module
     try:
-        value: Any = (
-            _script_as_module(source) if source.endswith(".py") else importlib.import_module(source)
-        )
+        value: Any = load(source)
         for part in name.split("."):
             value = getattr(value, part)
     except (ImportError, AttributeError) as error:
         raise TargetError(f"cannot find {name!r} in {source!r}: {error}") from error
-    function: Callable[..., Any] = value
-    return function
+    return value  # type: ignore[no-any-return]
 
 
 def _script_as_module(path: str) -> ModuleType:

@@ -35,10 +35,8 @@ def fold(text: str) -> str:
 def _without_later_causes(text: str) -> str:
     causes = [match[0] for match in CAUSE.finditer(text)]
     for cause in causes[1:]:
-        if {_owner(frame) for frame in re.findall(f"(?m)^{FRAME}", cause)} <= {
-            "drumline",
-            "python",
-        }:
+        owners = map(_owner, re.findall(f"(?m)^{FRAME}", cause))
+        if {*owners} <= {"drumline", "python"}:
             text = text.replace(cause, "", 1)
     return text
 

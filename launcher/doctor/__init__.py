@@ -7,6 +7,7 @@ python -m launcher doctor --quick     # without trying the backends
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
@@ -47,18 +48,7 @@ def run_checks(checks: Iterable[DoctorCheck]) -> Iterator[Finding]:
 
 def main(as_json: bool, quick: bool) -> int:
     """Print the findings as they come. Return 1 if one of them is wrong, else 0."""
-    num_problems = 0
-
-    def counted() -> Iterator[Finding]:
-        nonlocal num_problems
-        for result in run_checks(checks(quick)):
-            num_problems += result.ok is False
-            yield result
-
-    findings = counted()
-    lines = (
-        (json.dumps(asdict(result)) for result in findings) if as_json else finding.lines(findings)
-    )
-    for line in lines:
+    shown, kept = itertools.tee(run_checks(checks(quick)))
+    for line in map(json.dumps, map(asdict, shown)) if as_json else finding.lines(shown):
         print(line, flush=True)
-    return 1 if num_problems else 0
+    return int(any(result.ok is False for result in kept))

@@ -58,10 +58,9 @@ def _host_name(routable: list[str]) -> Finding:
         address, detail = "", f"{name} is not known to this host: {error.strerror}"
     if address and not address.startswith("127."):
         return Finding("network", "host name", True, detail)
+    detail += ", so other hosts need an address"
     remedy = f"on several nodes: --master-addr {routable[0]}" if routable else ""
-    return Finding(
-        "network", "host name", None, f"{detail}, so other hosts need an address", remedy
-    )
+    return Finding("network", "host name", None, detail, remedy)
 
 
 def models() -> Iterator[Finding]:

@@ -6,8 +6,7 @@ Coordinator, which would notice.
 
 from __future__ import annotations
 
-import sys
-
+from launcher.external.node_messages import notice
 from launcher.system import linux
 
 
@@ -23,11 +22,9 @@ class SuspendedProcesses:
         before, self._suspended = self._suspended, self._find()
         for pid, name in self._suspended.items():
             if pid not in before:
-                print(
-                    f"[launcher] {name} was suspended (SIGSTOP), and the launch will wait for it: "
-                    f"`kill -CONT {pid}` resumes it.",
-                    file=sys.stderr,
-                    flush=True,
+                notice(
+                    f"{name} was suspended (SIGSTOP), and the launch will wait for it: "
+                    f"`kill -CONT {pid}` resumes it."
                 )
 
     def note(self) -> str:

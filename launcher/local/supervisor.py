@@ -272,9 +272,8 @@ class Supervisor:
         self.output.notice(text)
         # Ctrl-C reaches every process of a terminal's job, and so the children of ranks.
         is_ctrl_c = number == signal.SIGINT
-        self._signal(
-            number if is_ctrl_c else signal.SIGTERM, self._running(), whole_group=is_ctrl_c
-        )
+        number = number if is_ctrl_c else signal.SIGTERM
+        self._signal(number, self._running(), whole_group=is_ctrl_c)
         self._after(timings.TIMINGS.stop_grace_s, self._kill)
 
     def _on_timeout(self) -> None:
@@ -343,11 +342,9 @@ class Supervisor:
 
     def _run_timers(self) -> None:
         now = time.monotonic()
-        due = sorted(
-            (timer for timer in self.timers if timer[0] <= now), key=lambda timer: timer[0]
-        )
+        due = [timer for timer in self.timers if timer[0] <= now]
         self.timers = [timer for timer in self.timers if timer[0] > now]
-        for _, action in due:
+        for _, action in sorted(due, key=lambda timer: timer[0]):
             action()
 
     def _drain_pipes(self) -> None:

@@ -25,8 +25,7 @@ def parse(line: bytes) -> dict[str, Any] | None:
     """The record of a line; None if the line is raw text."""
     if not line.startswith(SEPARATOR.encode()):
         return None
-    record: dict[str, Any] = json_values.loads(line[1:])
-    return record
+    return json_values.loads(line[1:])  # type: ignore[no-any-return]
 
 
 class LineBuffer:

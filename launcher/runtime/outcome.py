@@ -91,11 +91,8 @@ def server_ended(status: int) -> EndReason:
         -signal.SIGKILL: "was killed from outside (the kernel does so where memory runs out: see "
         "`dmesg`)",
         -signal.SIGSTOP: "was suspended from outside (SIGSTOP) and not resumed",
-    }.get(status)
-    if how is None:
-        how = (
-            f"exited with code {status}" if status >= 0 else f"was killed by {signal_name(-status)}"
-        )
+    }.get(status, f"was killed by {signal_name(-status)}")
+    how = f"exited with code {status}" if status >= 0 else how
     text = f"the fork server of the ranks {how}, so all of them were ended."
     return lambda failures: LaunchError(text, failures, linux.shell_exit_code(status) or 1)
 

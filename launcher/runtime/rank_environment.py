@@ -24,14 +24,8 @@ def set_variables(info: LaunchInfo, torch_port: int, restart_count: int = 0) -> 
     torch_port: where rank 0's torch.distributed may listen, beside info.master_port, which is the
     Coordinator's.
     """
-    log.info(
-        "rank %d of %d: Coordinator at %s:%d, MASTER_PORT %d",
-        info.rank,
-        info.world_size,
-        info.master_addr,
-        info.master_port,
-        torch_port,
-    )
+    place = info.rank, info.world_size, info.master_addr, info.master_port
+    log.info("rank %d of %d: Coordinator at %s:%d, MASTER_PORT %d", *place, torch_port)
     os.environ.update(info.to_env())
     if info.encrypts:
         os.environ[ENCRYPT_VARIABLE] = "1"

@@ -31,9 +31,8 @@ def name_from_pmi(environ: Mapping[str, str]) -> str:
     """
     try:
         with socket.socket(fileno=os.dup(int(environ["PMI_FD"]))) as pmi:
-            pid, _, _ = UCRED.unpack(
-                pmi.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
-            )
+            peer = pmi.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
+            pid, _, _ = UCRED.unpack(peer)
     except (KeyError, ValueError, OverflowError, OSError):
         return ""
     stat = linux.process_stat(pid)

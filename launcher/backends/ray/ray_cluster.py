@@ -243,8 +243,7 @@ def _gather(
 
 def _record(ray: Any, call: Any, info: LaunchInfo) -> dict[str, Any]:
     try:
-        record: dict[str, Any] = json_values.loads(ray.get(call))
-        return record
+        return json_values.loads(ray.get(call))  # type: ignore[no-any-return]
     except ray.exceptions.RayError as error:
         identity = {"rank": info.rank, "local_rank": info.local_rank, "type": type(error).__name__}
         return {"failure": {**identity, "message": str(error)}}
