@@ -21,8 +21,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
@@ -170,18 +171,13 @@ class Service:
         return await self._respond(request, body, prompts, max_tokens, builder)
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
-        def tokens_of(body: protocol.TokenizeRequest) -> Prompts:
-            return [self.prompts.text(body.prompt, add_special_tokens=body.add_special_tokens)]
-
-        _, (tokens,) = await self._read(protocol.TokenizeRequest, request, tokens_of)
+        kind, tokenize = protocol.TokenizeRequest, self.prompts.of_completion
+        _, (tokens,) = await self._read(kind, request, tokenize)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": self.limits.max_length}
 
     async def detokenize(self, request: Request) -> dict[str, str]:
-        def tokens_of(body: protocol.DetokenizeRequest) -> Prompts:
-            self.prompts.check_tokens(body.tokens, "tokens")
-            return [body.tokens]
-
-        _, (tokens,) = await self._read(protocol.DetokenizeRequest, request, tokens_of)
+        kind, check = protocol.DetokenizeRequest, self.prompts.of_tokens
+        _, (tokens,) = await self._read(kind, request, check)
         return {"prompt": self.tokenizer.decode(tokens)}
 
     async def get_version(self) -> dict[str, str]:
@@ -207,7 +203,7 @@ class Service:
             return await asyncio.get_running_loop().run_in_executor(thread, prepare)
         except TimeoutError as error:
             text = f"The body did not arrive within {body_s:g} s."
-            raise protocol.ApiError(408, text, "invalid_request_error", "body_too_slow") from error
+            raise protocol.ApiError(408, text, "body_too_slow") from error
         except ClientDisconnect as error:
             raise _disconnected() from error
         finally:
@@ -222,10 +218,10 @@ class Service:
                 text = (
                     f"The body has more than {max_nbytes} bytes, the most that this server reads."
                 )
-                raise protocol.ApiError(413, text, "invalid_request_error", "body_too_large")
+                raise protocol.ApiError(413, text, "body_too_large")
             if self._bodies_nbytes > MAX_BODIES_NBYTES and len(content) > SHORT_BODY_NBYTES:
                 text = "Too many large request bodies are in progress; retry later."
-                raise protocol.ApiError(429, text, "rate_limit_error", "server_busy")
+                raise protocol.ApiError(429, text, "server_busy")
 
     def _validated(self, kind: type[Any], fields: dict[str, Any]) -> Any:
         """The request. Prompts are counted before they are validated, as there may be many."""
@@ -239,13 +235,8 @@ class Service:
 
     def _check_name(self, name: str) -> None:
         if name not in self.names:
-            raise protocol.ApiError(
-                404,
-                f"The model {name!r:.200} is not served here, but {self.name!r} is.",
-                "invalid_request_error",
-                "model_not_found",
-                "model",
-            )
+            text = f"The model {name!r:.200} is not served here, but {self.name!r} is."
+            raise protocol.ApiError(404, text, "model_not_found", "model")
 
     async def _respond(
         self,
@@ -255,7 +246,8 @@ class Service:
         max_tokens: int,
         builder: type[ResponseBuilder],
     ) -> Response:
-        self.prompts.check_tokens(body.named_tokens, "logit_bias or stop_token_ids")
+        named = [*body.logit_bias, *body.stop_token_ids]
+        self.prompts.check_tokens(named, "logit_bias or stop_token_ids")
         for prompt in prompts or [[]]:
             self._check_length(len(prompt), max_tokens)
         if body.min_tokens > max_tokens:
@@ -336,8 +328,7 @@ class Service:
 
 
 def _disconnected() -> protocol.ApiError:
-    text = "The client has disconnected."
-    return protocol.ApiError(499, text, "invalid_request_error", "client_disconnected")
+    return protocol.ApiError(499, "The client has disconnected.", "client_disconnected")
 
 
 def application(
@@ -353,7 +344,7 @@ def application(
         header = request.headers.get("authorization", "")
         if key is not None and not hmac.compare_digest(header.encode(), f"Bearer {key}".encode()):
             text = "The API key is missing or wrong: send 'Authorization: Bearer KEY'."
-            raise protocol.ApiError(401, text, "authentication_error", "invalid_api_key")
+            raise protocol.ApiError(401, text, "invalid_api_key")
 
     app = FastAPI(title="drumline", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_api_route("/health", service.get_health)
@@ -374,8 +365,7 @@ def application(
     app.add_exception_handler(HTTPException, _respond_http_error)
     for kind in (protocol.ApiError, DrumlineError, Exception):
         app.add_exception_handler(kind, _respond_error)
-    for status in (404, 405):
-        app.add_exception_handler(status, _respond_http_error)
+
     if allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -395,9 +385,7 @@ async def _respond_error(_: Request, error: Exception) -> Response:
 
 async def _respond_http_error(request: Request, error: HTTPException) -> Response:
     text = f"{request.method} {request.url.path}: {error.detail}"
-    return await _respond_error(
-        request, protocol.ApiError(error.status_code, text, "invalid_request_error")
-    )
+    return await _respond_error(request, protocol.ApiError(error.status_code, text))
 
 
 class _ResponseMarker:

@@ -33,7 +33,7 @@ class PromptReader:
         self._name, self._tokenizer = name, tokenizer
         self._max_length, self._scheduler = max_length, scheduler
 
-    def of_completion(self, body: protocol.CompletionRequest) -> Prompts:
+    def of_completion(self, body: protocol.CompletionRequest | protocol.TokenizeRequest) -> Prompts:
         prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
         if prompts and isinstance(prompts[0], int):
             prompts = [prompts]
@@ -45,12 +45,15 @@ class PromptReader:
         self.check_tokens(prompt, "prompt")
         return list(prompt)
 
+    def of_tokens(self, body: protocol.DetokenizeRequest) -> Prompts:
+        self.check_tokens(body.tokens, "tokens")
+        return [body.tokens]
+
     def check_tokens(self, tokens: Sequence[int], name: str) -> None:
         unknown = [token for token in tokens if not 0 <= token < self._scheduler.vocabulary]
         if unknown:
-            raise protocol.invalid_request(
-                f"{name}: {unknown[0]} is not a token of this model.", name
-            )
+            text = f"{name}: {unknown[0]} is not a token of this model."
+            raise protocol.invalid_request(text, name)
 
     def of_chat(self, body: protocol.ChatCompletionRequest) -> Prompts:
         reserved = inspect.signature(self._tokenizer.apply_chat_template).parameters
@@ -59,10 +62,8 @@ class PromptReader:
                 text = f"chat_template_kwargs.{name} is not a variable of the template."
                 raise protocol.invalid_request(text, f"chat_template_kwargs.{name}")
         if not self._tokenizer.chat_template:
-            raise protocol.invalid_request(
-                f"{self._name!r} has no chat template; use /v1/completions with a prompt.",
-                "messages",
-            )
+            text = f"{self._name!r} has no chat template; use /v1/completions with a prompt."
+            raise protocol.invalid_request(text, "messages")
         try:
             with _time_limit(timings.TIMINGS.template_s):
                 text = self._tokenizer.apply_chat_template(

@@ -25,24 +25,25 @@ MAX_LOGPROBS = 20
 MAX_STOPS, MAX_STOP_CHARS = 16, 256  # of a request; each is searched for at every token
 
 
+ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+"""By status, the type of an error in OpenAI's form, where it is not that of all requests."""
+
+
 class ApiError(Exception):
     """An error response in OpenAI's form."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        kind: str,
-        code: str | None = None,
-        param: str | None = None,
+        self, status: int, message: str, code: str | None = None, param: str | None = None
     ) -> None:
         super().__init__(message)
         self.status = status
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        kind = ERROR_TYPES.get(status, kind)
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def invalid_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    return ApiError(400, message, "invalid_request_error", code, param)
+    return ApiError(400, message, code, param)
 
 
 class ApiObject(BaseModel):  # type: ignore[misc]
@@ -84,12 +85,6 @@ class ResponseFormat(ApiObject):
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("the type json_schema, and no other, takes the field json_schema")
         return self
-
-    def wanted_schema(self) -> dict[str, Any] | None:
-        """The schema of the response; None for any text."""
-        if self.json_schema is not None:
-            return self.json_schema.schema_
-        return {"type": "object"} if self.type == "json_object" else None
 
 
 class GenerationRequest(ApiObject):
@@ -135,14 +130,12 @@ class GenerationRequest(ApiObject):
         return False
 
     @property
-    def named_tokens(self) -> list[int]:
-        """The tokens that the request names."""
-        return [*self.logit_bias, *self.stop_token_ids]
-
-    @property
     def json_schema(self) -> dict[str, Any] | None:
         """The schema of the response, if it must be JSON."""
-        return self.response_format.wanted_schema()
+        form = self.response_format
+        if form.json_schema is not None:
+            return form.json_schema.schema_
+        return {"type": "object"} if form.type == "json_object" else None
 
     @property
     def schema_field(self) -> str:
@@ -150,11 +143,7 @@ class GenerationRequest(ApiObject):
         return "response_format"
 
     def sampling_params(
-        self,
-        max_tokens: int,
-        choice: int,
-        defaults: Mapping[str, float],
-        end_token: int | None,
+        self, max_tokens: int, choice: int, defaults: Mapping[str, float], end_token: int | None
     ) -> SamplingParams:
         """The parameters of one choice. With a seed, each choice has a seed of its own.
 

@@ -36,10 +36,10 @@ def api_error(error: Exception) -> protocol.ApiError:
     if isinstance(error, RequestTooLarge):
         return protocol.invalid_request(text)
     if isinstance(error, ServerBusy):
-        return protocol.ApiError(429, text, "rate_limit_error", "server_busy")
-    is_gone = isinstance(error, (PeerLost, ServerStopping))
-    status, code = (503, "server_unavailable") if is_gone else (500, "internal_error")
-    return protocol.ApiError(status, text, "server_error", code)
+        return protocol.ApiError(429, text, "server_busy")
+    if isinstance(error, (PeerLost, ServerStopping)):
+        return protocol.ApiError(503, text, "server_unavailable")
+    return protocol.ApiError(500, text, "internal_error")
 
 
 @dataclass(frozen=True)

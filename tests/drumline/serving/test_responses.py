@@ -112,7 +112,7 @@ def test_reasoning_text_and_calls_are_items_of_their_own():
 
 
 def test_an_error_is_the_last_event_of_a_stream_that_has_begun():
-    (event,) = builder_of().fail(ApiError(500, "no logits", "server_error"))
+    (event,) = builder_of().fail(ApiError(500, "no logits"))
     kind, data = event.strip().split("\n")
     assert kind == "event: response.failed"
     response = json.loads(data.removeprefix("data: "))["response"]
