@@ -108,10 +108,7 @@ def serve(model_path: str, *arguments: Any, **options: Any) -> None:
     """
     settings = ServerSettings.of(model_path, *arguments, **options)
     with Coordinator() as coor:
-
-        def prepare(folder: Path) -> Endpoint:  # on rank 0, which alone may have the files
-            return Endpoint.open(folder, settings)
-
+        prepare = functools.partial(Endpoint.open, settings=settings)  # on rank 0 alone
         folder, endpoint = folder_on_all_ranks(coor, model_path, settings.load_options, prepare)
         length = coor.broadcast_object(endpoint and endpoint.max_length)
         with (
@@ -123,10 +120,8 @@ def serve(model_path: str, *arguments: Any, **options: Any) -> None:
             from drumline.serving.app import Service
 
             limits = limits_for(model, length, settings.max_running, settings.max_waiting)
-            sampling = endpoint.sampling
-            service = Service(
-                settings.names, model, endpoint.tokenizer, limits, coor.peers, sampling
-            )
+            tokenizer, sampling = endpoint.tokenizer, endpoint.sampling
+            service = Service(settings.names, model, tokenizer, limits, coor.peers, sampling)
             # A host that does not answer may recover: an error of the calls that wait for it.
             with coor.on_failure(functools.partial(_fail, service), is_waiting=lambda: False):
                 serve_requests(service, endpoint, settings)
@@ -160,9 +155,8 @@ class Endpoint:
         config = _decoder_config(folder, options)
         length = _length(config, settings.max_length)
         tokenizer = read_model_tokenizer(folder, **options)
-        tokenizer = _with_template(tokenizer, settings.chat_template)
-        _check_template(folder, tokenizer, settings.chat_template)
-        tokenizer.response_template = _response_template(folder, tokenizer, config)
+        _set_chat_template(folder, tokenizer, settings.chat_template)
+        _set_response_template(folder, tokenizer, config)
         sampling = read_sampling_defaults(folder)
         return cls(tokenizer, _bound(settings.host, settings.port), key, length, sampling)
 
@@ -170,21 +164,6 @@ class Endpoint:
 def limits_for(model: Any, max_length: int, max_running: int, max_waiting: int) -> ServingLimits:
     """The limits, with as many batches at a time as keep every rank of the model busy."""
     return ServingLimits(max_length, max_running, max_waiting, len(model.device_map.ranks))
-
-
-def _with_template(tokenizer: Any, template: str | None) -> Any:
-    """The tokenizer, with the chat template of a file, or with this one."""
-    if template is None:
-        return tokenizer
-    try:
-        is_file = "{" not in template
-        tokenizer.chat_template = _text_of(template) if is_file else template
-    except (OSError, UnicodeError) as error:
-        raise DrumlineError(
-            f"rank 0: --chat-template {template} cannot be read ({error}); give a file with a "
-            "Jinja template, or the template itself."
-        ) from error
-    return tokenizer
 
 
 def _text_of(file: str) -> str:
@@ -196,10 +175,21 @@ def _text_of(file: str) -> str:
     return text.decode()
 
 
-def _check_template(folder: str | Path, tokenizer: Any, option: str | None) -> None:
-    """Raise DrumlineError unless templates are Jinja: requests would be blamed for it."""
+def _set_chat_template(folder: str | Path, tokenizer: Any, option: str | None) -> None:
+    """Give a tokenizer the chat template of a file, or the one that the option is, if there is one.
+
+    Raises DrumlineError unless its templates are Jinja: requests would be blamed for it.
+    """
     from drumline.serving.prompt_reader import template_problem
 
+    try:
+        if option is not None:
+            tokenizer.chat_template = option if "{" in option else _text_of(option)
+    except (OSError, UnicodeError) as error:
+        raise DrumlineError(
+            f"rank 0: --chat-template {option} cannot be read ({error}); give a file with a "
+            "Jinja template, or the template itself."
+        ) from error
     template = tokenizer.chat_template
     for text in [*template.values()] if isinstance(template, dict) else [template]:
         if problem := "" if text is None else template_problem(tokenizer, text):
@@ -212,21 +202,20 @@ def _check_template(folder: str | Path, tokenizer: Any, option: str | None) -> N
 
 def _bound(host: str, port: int) -> socket.socket:
     """A socket at this address that does not listen yet: it does once the model is loaded."""
-    listener = None
-    try:
-        family, *_, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except (OSError, OverflowError) as error:
-        if listener is not None:
-            listener.close()
-        raise DrumlineError(
-            f"rank 0: cannot serve at {host}, port {port}: {error}; give another --host or --port."
-        ) from error
-    return listener
+    with contextlib.ExitStack() as stack:
+        try:
+            kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
+            family, *_, address = socket.getaddrinfo(host, port, type=kind, flags=flags)[0]
+            listener = stack.enter_context(socket.socket(family, kind))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except (OSError, OverflowError) as error:
+            raise DrumlineError(
+                f"rank 0: cannot serve at {host}, port {port}: {error}; give another --host or "
+                "--port."
+            ) from error
+        stack.pop_all()
+        return listener
 
 
 def _read_key(host: str, key_file: str | None) -> str | None:
@@ -256,8 +245,8 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _response_template(folder: str | Path, tokenizer: Any, config: Any) -> Any:
-    """The template that tells calls and reasoning apart in answers; None if there is none."""
+def _set_response_template(folder: str | Path, tokenizer: Any, config: Any) -> None:
+    """Give a tokenizer the template that tells calls and reasoning apart in answers, or None."""
     tokenizer.response_template = response_template(tokenizer, config.model_type)
     try:
         if tokenizer.response_template is not None:
@@ -268,7 +257,6 @@ def _response_template(folder: str | Path, tokenizer: Any, config: Any) -> Any:
             f"used ({error}), so calls of tools could not be told from text; copy it again, or "
             "remove it."
         ) from error
-    return tokenizer.response_template
 
 
 def read_sampling_defaults(folder: str | Path) -> dict[str, float]:

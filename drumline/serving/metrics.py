@@ -77,24 +77,17 @@ class ServerMetrics:
         self.registry, self._vllm_registry = CollectorRegistry(), CollectorRegistry()
         self.registry.register(SchedulerCollector(scheduler))
         self._vllm_registry.register(VllmNames(self.registry, model))
-        self.responses = Counter(
-            "drumline_requests",
-            "HTTP responses by path and status.",
-            ["path", "status"],
-            registry=self.registry,
-        )
-        self.prompt_tokens = Counter(
-            "drumline_prompt_tokens", "Tokens of finished prompts.", registry=self.registry
-        )
+        text = "HTTP responses by path and status."
+        self.responses = self._counter("requests", text, "path", "status")
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of finished prompts.")
+        text = "Answers by the reason of their end."
+        self.finished = self._counter("finished_choices", text, "finished_reason")
         self.first_token_s = self._latency("first_token", "Seconds to the first token.")
         self.request_s = self._latency("request", "Seconds to the last token.")
         self.token_gap_s = self._latency("token_gap", "Seconds between two tokens.")
-        self.finished = Counter(
-            "drumline_finished_choices",
-            "Answers by the reason of their end.",
-            ["finished_reason"],
-            registry=self.registry,
-        )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"drumline_{name}", text, labels, registry=self.registry)
 
     def _latency(self, name: str, text: str) -> Histogram:
         name = f"drumline_{name}_seconds"

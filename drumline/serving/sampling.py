@@ -107,9 +107,11 @@ class TokenSampler:
         return is_plain and self.grammar is None
 
     def replay(self, tokens: Iterable[int]) -> None:
-        """Take tokens that were sampled elsewhere."""
+        """Take tokens that were sampled, here or elsewhere."""
         for token in tokens:
-            self._count(token)
+            self.counts[token] += 1
+            if self.grammar is not None:
+                self.grammar.advance(token)
 
     def sample(self, logits: torch.Tensor) -> int:
         """The next token. logits: [vocabulary]."""
@@ -123,18 +125,10 @@ class TokenSampler:
             probabilities = torch.softmax(logits, 0)
             self.generator.manual_seed(hash((self.seed, self.counts.total())))
             token = int(torch.multinomial(probabilities.cpu(), 1, generator=self.generator))
-        self._take(token, raw)
-        return token
-
-    def _count(self, token: int) -> None:
-        self.counts[token] += 1
-        if self.grammar is not None:
-            self.grammar.advance(token)
-
-    def _take(self, token: int, raw: torch.Tensor) -> None:
-        self._count(token)
+        self.replay([token])
         if self.params.num_logprobs is not None:
             self.logprob = TokenLogprob.of(token, raw, self.params.num_logprobs)
+        return token
 
     def _changed(self, logits: torch.Tensor) -> torch.Tensor:
         """With bias, penalties, and without what may not come next."""

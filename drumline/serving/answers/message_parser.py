@@ -125,9 +125,8 @@ class TemplateParser(PlainText):
 
     def _calls(self, value: Any) -> list[Delta]:
         deltas = []
-        for function in (
-            call["function"] for call in (value if isinstance(value, list) else [value])
-        ):
+        for call in value if isinstance(value, list) else [value]:
+            function = call["function"]
             if self._max_calls is None or self._num_calls < self._max_calls:
                 name, arguments = function["name"], function["arguments"]
                 text = arguments if isinstance(arguments, str) else json.dumps(arguments)
@@ -174,10 +173,5 @@ def merged(deltas: Iterable[Delta]) -> dict[str, Any]:
 
 
 def _call(index: int, name: str, arguments: str) -> dict[str, Any]:
-    function = {"name": name, "arguments": arguments}
-    return {
-        "index": index,
-        "id": f"call_{uuid.uuid4().hex[:24]}",
-        "type": "function",
-        "function": function,
-    }
+    call_id, function = f"call_{uuid.uuid4().hex[:24]}", {"name": name, "arguments": arguments}
+    return {"index": index, "id": call_id, "type": "function", "function": function}

@@ -140,7 +140,7 @@ def test_a_chat_template_that_is_not_one_is_said_at_start(plain, tokenizer, temp
     """The first request heard of it, as if it were to blame."""
     tokenizer.chat_template = {"default": "{{ messages[0].no.word }}", "tool_use": template}
     with pytest.raises(CheckpointError, match=rf"DIR has .* is not a chat template \(.*{problem}"):
-        http_server._check_template("DIR", tokenizer, None)
+        http_server._set_chat_template("DIR", tokenizer, None)
     settings = http_server.ServerSettings(str(plain[1]), port=0, chat_template="\n{% if %}")
     with pytest.raises(DrumlineError, match=r"--chat-template is .*\(line 2: "):
         http_server.Endpoint.open(settings.model_path, settings)
@@ -149,7 +149,7 @@ def test_a_chat_template_that_is_not_one_is_said_at_start(plain, tokenizer, temp
 def test_a_response_template_that_is_not_one_is_said_at_start(plain, tokenizer):
     tokenizer.response_template = {"fields": 5}
     with pytest.raises(CheckpointError, match=r"response_template .* cannot be used"):
-        http_server._response_template("DIR", tokenizer, plain[0].config)
+        http_server._set_response_template("DIR", tokenizer, plain[0].config)
 
 
 TOOL = {
