@@ -324,8 +324,9 @@ _MODEL_OPTIONS = (
 MAX_COUNT = 1 << 40  # of tokens and sequences; torch can reckon with sizes up to 2^63
 
 
-def _count(name: str, text: str, default: int, low: int = 1) -> Option:
-    return _option(name, text, "N", type=at_least(low, MAX_COUNT), default=default)
+def _count(names: str, text: str, default: int | None = None, low: int = 1) -> Option:
+    settings = {} if default is None else {"default": default}
+    return _option(names, text, "N", type=at_least(low, MAX_COUNT), **settings)
 
 
 _DEVICE_MAP = _option(
@@ -337,7 +338,7 @@ _DTYPE = _option(
 _PLAN_OPTIONS = (
     *_MODEL,
     _option("--memory", MEMORY, required=True, **_SIZES),
-    _option("--ranks", "number of ranks; default: one per --memory size", "N", type=at_least(1)),
+    _count("--ranks", "number of ranks; default: one per --memory size"),
     _DEVICE_MAP,
     _DTYPE,
     _count("--batch", "sequences", 1),
@@ -373,9 +374,7 @@ _PLAN_OPTIONS = (
 )
 _PATIENCE: Option = (("--patience",), PATIENCE_OPTION)
 _NODES = (
-    _option(
-        "--nnodes", "number of nodes, each with this command; default: 1", "N", type=at_least(1)
-    ),
+    _count("--nnodes", "number of nodes, each with this command; default: 1"),
     _count("--node-rank", "the index of this node", 0, low=0),
     _option("--master-addr", "address of the first node; default: there, its only one", "ADDRESS"),
     _option(
@@ -409,12 +408,7 @@ _SERVE_OPTIONS = (
     _option("--api-key-file", "file with the key that clients must send; default: none", "FILE"),
     _DTYPE,
     _DEVICE_MAP,
-    _option(
-        "--tp --tensor-parallel-size",
-        "ranks that share each layer; default: 1",
-        "N",
-        type=at_least(1),
-    ),
+    _count("--tp --tensor-parallel-size", "ranks that share each layer; default: 1"),
     _option(
         "--served-model-name",
         "what requests call it; default: the folder's name",

@@ -79,20 +79,12 @@ def with_model(
         folder, _ = folder_on_all_ranks(coor, path, options, before)
         try:
             with load(folder, coor=coor, max_memory=memory, **options) as model:
-                result = _closing_with_its_code(model, work)
+                result = work(model)
         except WorkerExit as served:
             if not served.code:
                 coor.gather_object(_peak())
             raise
         return result, coor.gather_object(_peak()) or []
-
-
-def _closing_with_its_code(model: Any, work: Callable[[Any], T]) -> T:
-    try:
-        return work(model)
-    except BaseException:
-        model.close(exit_code=1)
-        raise
 
 
 def _peak() -> dict[str, int]:
