@@ -17,7 +17,7 @@ from torch import nn
 
 from coordinator import Coordinator
 from drumline.checkpoint.empty_model import empty_model
-from drumline.checkpoint.model_tensors import WeightSources, replace_tensors
+from drumline.checkpoint.model_tensors import WeightSources, replace_tensors, wrap_like
 from drumline.checkpoint.plan_executor import LoadStats
 from drumline.checkpoint.shard_loader import LoadRequest, load_planned, plan_files
 from drumline.checkpoint.shard_plan import LoadPlan
@@ -98,11 +98,11 @@ def shard_checkpoint(
 def shrink(
     model: nn.Module, splits: Mapping[str, tuple[ShardSpec, ...]], mesh: Mesh, rank: int
 ) -> None:
-    sharded = {
-        id(p): empty_like(p, local_shape(p.shape, splits[name], mesh, rank))
-        for name, p in model.named_parameters()
-        if splits[name]
-    }
+    sharded: dict[int, torch.Tensor] = {}
+    for name, p in model.named_parameters():
+        if splits[name]:
+            shape = local_shape(p.shape, splits[name], mesh, rank)
+            sharded[id(p)] = wrap_like(p, torch.empty(shape, dtype=p.dtype, device="meta"))
     replace_tensors(model, sharded)
 
 
@@ -125,10 +125,3 @@ def own_device(coor: Coordinator) -> str:
     if not torch.cuda.is_available():
         return "cpu"
     return f"cuda:{coor.local_rank % torch.cuda.device_count()}"  # a rank may see only its own
-
-
-def empty_like(tensor: torch.Tensor, shape: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    empty = torch.empty(shape, dtype=dtype or tensor.dtype, device="meta")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty

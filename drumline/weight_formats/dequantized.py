@@ -149,43 +149,42 @@ class Grid:
         starts = tuple(start // block for start, _, block in spans)
         ends = (-(-(start + size) // block) for start, size, block in spans)
         sizes = tuple(end - start for end, start in zip(ends, starts, strict=True))
-        entries = self._floats(reader.box(self.stored, Region(starts, sizes)))
+        entries = reader.box(self.stored, Region(starts, sizes))
+        is_exponent = entries.dtype == torch.uint8  # of two
+        entries = (entries.float() - EXPONENT_BIAS).exp2() if is_exponent else entries.float()
         for dim, (start, size, block) in enumerate(spans):
             at = torch.arange(start, start + size) // block - starts[dim]
             entries = entries.index_select(dim, at)
         return entries
 
-    def _floats(self, entries: torch.Tensor) -> torch.Tensor:
-        if entries.dtype == torch.uint8:  # exponents of two
-            return (entries.float() - EXPONENT_BIAS).exp2()
-        return entries.float()
+
+class QuantizedWeight(ComputedTensor):
+    """A weight that is computed from the stored tensors and grids among its fields."""
+
+    @property
+    def parts(self) -> Sequence[StoredTensor]:
+        fields = vars(self).values()
+        tensors = [value.stored if isinstance(value, Grid) else value for value in fields]
+        return [tensor for tensor in tensors if isinstance(tensor, StoredTensor)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScaledWeight(ComputedTensor):
+class ScaledWeight(QuantizedWeight):
     """A weight whose elements are stored, with a scale for each block of them."""
 
     values: StoredTensor
     scales: Grid
-
-    @property
-    def parts(self) -> Sequence[StoredTensor]:
-        return self.values, self.scales.stored
 
     def compute(self, reader: TensorReader, region: Region, out: torch.Tensor) -> None:
         out.copy_(reader.box(self.values, region).float() * self.scales.spread(reader, region))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mxfp4Weight(ComputedTensor):
+class Mxfp4Weight(QuantizedWeight):
     """Experts of [in, out] elements, stored as [out, in / 32, 16] pairs with exponents of two."""
 
     blocks: StoredTensor
     exponents: StoredTensor
-
-    @property
-    def parts(self) -> Sequence[StoredTensor]:
-        return self.blocks, self.exponents
 
     def compute(self, reader: TensorReader, region: Region, out: torch.Tensor) -> None:
         (expert, column, row), (experts, columns, rows) = region.start, region.size
@@ -201,7 +200,7 @@ class Mxfp4Weight(ComputedTensor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedWeight(ComputedTensor):
+class PackedWeight(QuantizedWeight):
     """Integers of a few bits in int32 words along a row, with a scale for each group of a row.
 
     zeros: of each group too, packed along the columns. groups: that of each column, where columns
@@ -213,11 +212,6 @@ class PackedWeight(ComputedTensor):
     scales: Grid
     zeros: StoredTensor | None
     groups: StoredTensor | None
-
-    @property
-    def parts(self) -> Sequence[StoredTensor]:
-        parts = self.packed, self.scales.stored, self.zeros, self.groups
-        return [part for part in parts if part is not None]
 
     def compute(self, reader: TensorReader, region: Region, out: torch.Tensor) -> None:
         (row, column), (rows, columns) = region.start, region.size
@@ -238,7 +232,7 @@ class PackedWeight(ComputedTensor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransposedWeight(ComputedTensor):
+class TransposedWeight(QuantizedWeight):
     """A weight of [out, in], whose integers are stored as [in, out], and its scales and zeros as
     [groups, out], as GPTQ and AWQ have them.
 
@@ -256,11 +250,6 @@ class TransposedWeight(ComputedTensor):
     order: tuple[int, ...]
     zero_shift: int
     group_size: int
-
-    @property
-    def parts(self) -> Sequence[StoredTensor]:
-        parts = self.packed, self.zeros, self.scales, self.groups
-        return [part for part in parts if part is not None]
 
     def compute(self, reader: TensorReader, region: Region, out: torch.Tensor) -> None:
         if region.size == self.shape and can_unpack(out):
