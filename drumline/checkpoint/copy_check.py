@@ -12,7 +12,7 @@ import errno
 import hashlib
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -199,7 +199,8 @@ class CopyCheck:
     ) -> bytes:
         flat = replace(stored, dtype="U8", shape=(stored.nbytes,))
         digest = hashlib.sha256()
-        for region in _blocks(flat.nbytes) if is_full else [_middle(flat.nbytes)]:
+        blocks = split_into_blocks(flat.shape, BLOCK_NBYTES)
+        for region in blocks if is_full else [_middle(flat.nbytes)]:
             if self._is_over.is_set():
                 raise CheckpointError("the model failed before its checkpoint was compared")
             reader.read(flat, region, block[: region.numel])
@@ -228,10 +229,6 @@ class CopyCheck:
 def _digest_at(at: int, ranks: Sequence[int], digests: Mapping[int, bytes]) -> bytes:
     start = at // len(ranks) * DIGEST_NBYTES
     return digests[ranks[at % len(ranks)]][start : start + DIGEST_NBYTES]
-
-
-def _blocks(nbytes: int) -> Iterator[Region]:
-    return split_into_blocks((nbytes,), BLOCK_NBYTES)
 
 
 def _middle(nbytes: int) -> Region:

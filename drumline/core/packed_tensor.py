@@ -159,10 +159,6 @@ def _refuse_to_write(func: Callable[..., Any], args: Sequence[Any], kwargs: Any)
         )
 
 
-def _detach(packed: PackedTensor) -> PackedTensor:
-    return packed.with_parts(packed.parts)
-
-
 def _to(packed: PackedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """On another device it is packed, too."""
     device, dtype = torch_private.parse_to(*args, **kwargs)
@@ -234,7 +230,7 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 OWN_FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.detach: _detach,
+    torch.Tensor.detach: lambda packed: packed.with_parts(packed.parts),
     torch.Tensor.to: _to,
     torch.Tensor.__getitem__: _take,
     torch.Tensor.__len__: lambda packed: packed.shape[0],

@@ -120,8 +120,6 @@ def _fetch_outputs(
     attention = unsupported.AttentionConfigs({name: model.get_submodule(name) for name in remote})
     model._remote_attention = attention  # type: ignore[assignment]
 
-    refuse_unrecorded = _RefuseUnrecorded(model, unrecorded)
-
     def begin_pass(module: nn.Module, args: Any, kwargs: Any) -> None:
         if driver.half_changed is not None:
             raise DrumlineError(
@@ -137,7 +135,7 @@ def _fetch_outputs(
 
     def give_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         fetched = _fetch_output(output)
-        refuse_unrecorded(module, kwargs)
+        _refuse_unrecorded(unrecorded, model, module, kwargs)
         return fetched
 
     for name, module in model.named_modules():
@@ -185,36 +183,31 @@ def _is_requested(name: str, module: nn.Module, kwargs: Any) -> bool:
     return bool(getattr(config, name, False) if setting is None else setting)
 
 
-class _RefuseUnrecorded:
-    """Raises for outputs that transformers records in a part of a layer, as hidden states of Zamba.
+def _refuse_unrecorded(
+    unrecorded: unsupported.UnrecordedOutputs, model: nn.Module, module: nn.Module, kwargs: Any
+) -> None:
+    """Raise for outputs that transformers records in a part of a layer, as hidden states of Zamba.
 
     After the pass, for it says where it records in the first one that is asked for any.
     """
+    keys = dict.fromkeys(key for key, _, _ in unrecorded)
+    requested = [key for key in keys if _is_requested(f"output_{key}", module, kwargs)]
+    for key, part, rank in unrecorded if requested else ():
+        if key in requested and _recorder(model, part) is module:
+            raise DrumlineError(
+                f"rank 0: output_{key}=True, but this model makes them inside of layers, as in "
+                f"{part} on rank {rank}, so some would be missing; pass output_{key}=False, or "
+                "load the model on one rank."
+            )
 
-    def __init__(self, model: nn.Module, unrecorded: unsupported.UnrecordedOutputs):
-        self.model, self.unrecorded = model, unrecorded
 
-    def __call__(self, module: nn.Module, kwargs: Any) -> None:
-        for key in dict.fromkeys(key for key, _, _ in self.unrecorded):
-            if _is_requested(f"output_{key}", module, kwargs):
-                self._refuse(key, module)
-
-    def _refuse(self, key: str, module: nn.Module) -> None:
-        for other, part, rank in self.unrecorded:
-            if key == other and self._recorder(part) is module:
-                raise DrumlineError(
-                    f"rank 0: output_{key}=True, but this model makes them inside of layers, as in "
-                    f"{part} on rank {rank}, so some would be missing; pass output_{key}=False, or "
-                    "load the model on one rank."
-                )
-
-    def _recorder(self, part: str) -> nn.Module:
-        """The innermost model around a part, whose output it would go into."""
-        while part:
-            part = part.rpartition(".")[0]
-            if is_model(self.model.get_submodule(part)):
-                break
-        return self.model.get_submodule(part)
+def _recorder(model: nn.Module, part: str) -> nn.Module:
+    """The innermost model around a part, whose output it would go into."""
+    while part:
+        part = part.rpartition(".")[0]
+        if is_model(model.get_submodule(part)):
+            break
+    return model.get_submodule(part)
 
 
 def _fetch_output(output: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -319,8 +319,13 @@ class _ReadOnlyTensor:
         with torch_private.plain_functions():
             try:
                 result = func(*args, **kwargs)
-            except (NotImplementedError, RuntimeError) as error:
-                raise cls._no_values(func, read_only, error) from error
+            except (NotImplementedError, RuntimeError) as error:  # perhaps for want of values
+                name, rank = read_only[0].__dict__["_read_only_origin"]
+                raise DrumlineError(
+                    f"rank 0: {func.__name__} failed with {name}, whose values are on "
+                    f"{_place(rank)} ({error}); give that part to rank 0 in device_map, as nothing "
+                    "but a call of it works from here."
+                ) from error
             if type(result) is torch.Tensor:
                 memory = result.untyped_storage()
                 for tensor in read_only:
@@ -328,18 +333,6 @@ class _ReadOnlyTensor:
                     if own.untyped_storage() is memory:  # .data, .detach(), a row
                         _make_tensor_read_only(result, *tensor.__dict__["_read_only_origin"])
         return result
-
-    @staticmethod
-    def _no_values(
-        func: Any, read_only: Sequence[_ReadOnlyTensor], error: Exception
-    ) -> DrumlineError:
-        """The error of a function that may have failed for the values that are elsewhere."""
-        name, rank = read_only[0].__dict__["_read_only_origin"]
-        return DrumlineError(
-            f"rank 0: {func.__name__} failed with {name}, whose values are on {_place(rank)} "
-            f"({error}); give that part to rank 0 in device_map, as nothing but a call of it works "
-            "from here."
-        )
 
 
 class _ReadOnlyWeight(_ReadOnlyTensor, nn.Parameter):

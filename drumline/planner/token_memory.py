@@ -63,27 +63,17 @@ class TokenMemory:
         )
 
 
+@dataclass(frozen=True)
 class _Key:
     """A class of models and a config, equal to others that build the same model."""
 
-    def __init__(self, kind: type[Any], config: Any):
-        self.kind, self.config = kind, config
-        self.text = (kind, config.to_json_string())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self.text == other.text
-
-    def __hash__(self) -> int:
-        return hash(self.text)
+    kind: type[Any]
+    text: str
+    config: Any = field(compare=False)
 
 
 def token_memory(
-    kind: type[Any],
-    config: Any,
-    dtype: torch.dtype,
-    parts: ModelProfile,
-    batch: int,
-    length: int,
+    kind: type[Any], config: Any, dtype: torch.dtype, parts: ModelProfile, batch: int, length: int
 ) -> TokenMemory:
     """The memory that `batch` times `length` tokens take in each part of a model.
 
@@ -92,7 +82,8 @@ def token_memory(
     """
     if not length:
         return TokenMemory()
-    key = _Key(kind, without_quantization(config))
+    config = without_quantization(config)
+    key = _Key(kind, config.to_json_string(), config)
     return _remembered(key, dtype, _names(parts), batch, length)
 
 

@@ -102,11 +102,6 @@ class Generation:
         """The prompt with the new tokens."""
         return [*self.prompt, *self.new_tokens]
 
-    @property
-    def num_remaining(self) -> int:
-        """The most tokens that are still to be generated."""
-        return self.params.max_tokens - len(self.new_tokens)
-
     def resume(self, new_tokens: Sequence[int]) -> None:
         """Go on behind tokens that were generated elsewhere."""
         self.new_tokens += new_tokens
@@ -127,7 +122,7 @@ class Generation:
             return self.end(error)
         if not should_continue:
             self.end("stop")
-        elif self.num_remaining == 0:
+        elif len(self.new_tokens) == self.params.max_tokens:
             self.end("length")
 
     def sample(self, logits: torch.Tensor) -> int:
@@ -245,10 +240,7 @@ class BatchScheduler(Scheduler):
     """
 
     def __init__(
-        self,
-        model: Any,
-        limits: ServingLimits,
-        on_loss: Callable[[PeerLost], Any] = lambda _: None,
+        self, model: Any, limits: ServingLimits, on_loss: Callable[[PeerLost], Any] = lambda _: None
     ) -> None:
         super().__init__(limits, on_loss)
         eos = model.generation_config.eos_token_id

@@ -23,20 +23,15 @@ def trace_driver(model: Any, driver: Any) -> None:
 
 
 def _viewers(ring: Any) -> Sequence[launcher.Recorder | launcher.LiveCalls]:
-    """The recorder of a traced launch, and what shows calls to those who look."""
-    recorder = _recorder_closed_with(ring)
-    return [ring.coor.live_calls, *([] if recorder is None else [recorder])]
+    """The viewer for those who look; and the recorder of a traced launch, which is closed with the
+    ring."""
+    recorder, close = launcher.recorder(ring.coor.info), ring.close
+    if recorder is None:
+        return [ring.coor.live_calls]
 
+    def both(*how: Any) -> None:
+        close(*how)
+        recorder.close()
 
-def _recorder_closed_with(ring: Any) -> launcher.Recorder | None:
-    """A recorder, if the launch is traced, that is closed with the ring."""
-    recorder = launcher.recorder(ring.coor.info)
-    if recorder is not None:
-        close = ring.close
-
-        def both(*how: Any) -> None:
-            close(*how)
-            recorder.close()
-
-        ring.close = both
-    return recorder
+    ring.close = both
+    return [ring.coor.live_calls, recorder]

@@ -23,12 +23,7 @@ from torch import nn
 from communicator import dtype_info
 from coordinator import Coordinator
 from drumline.checkpoint.headers.file_bounds import ADAPTER, FieldError
-from drumline.checkpoint.json_files import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILE,
-    MERGE_ADAPTER,
-    read_json,
-)
+from drumline.checkpoint.json_files import ADAPTER_CONFIG, ADAPTER_FILE, MERGE_ADAPTER, read_json
 from drumline.checkpoint.model_tensors import WeightSources, tied_names
 from drumline.checkpoint.safetensors_index import ComputedTensor, Index, StoredTensor, TensorReader
 from drumline.checkpoint.shard_plan import SourceSlice, parts_of, read_slices, whole_tensor
@@ -270,7 +265,7 @@ class LoraAdapter:
         b, a = pair.get("B"), pair.get("A")
         if not a or not b:
             raise self._error(f"has not both lora_A and lora_B of {name}")
-        r = self._rank(module_name)
+        r = int(self._setting("rank_pattern", module_name, "r"))
         columns, rows = shape if is_transposed else shape[::-1]
         if a.shape != (r, columns) or b.shape != (rows, r):
             raise self._error(
@@ -289,9 +284,6 @@ class LoraAdapter:
             scaling=self._scaling(module_name, r),
             is_transposed=is_transposed,
         )
-
-    def _rank(self, module: str) -> int:
-        return int(self._setting("rank_pattern", module, "r"))
 
     def _scaling(self, module: str, r: int) -> float:
         """alpha/r, or alpha/sqrt(r) of rsLoRA (arXiv 2312.03732)."""

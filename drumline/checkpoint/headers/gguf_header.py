@@ -112,9 +112,8 @@ class _HeaderReader:
         check_model_fields(architecture, self.fields, self.tensors)
         return GgufHeader(architecture, self.fields, self.tensors, self.written)
 
-    @property
-    def nbytes(self) -> int:
-        return self.written.nbytes
+    def __post_init__(self) -> None:
+        self.nbytes = self.written.nbytes
 
     def _take(self, nbytes: int, name: str) -> bytes:
         """So many bytes of a field, which the caller has bounded."""
@@ -214,7 +213,8 @@ def check_model_fields(
         key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)
     }
     required = [*REQUIRED]
-    if any("norm" in name for name in tensors) and not any(map(_is_epsilon, model_fields)):
+    has_epsilon = any(name.endswith("epsilon") for name in model_fields)
+    if any("norm" in name for name in tensors) and not has_epsilon:
         required.append("attention.layer_norm_rms_epsilon")
     for name in required:
         if name not in model_fields:
@@ -233,10 +233,6 @@ def check_model_fields(
             f"{prefix}context_length={model_fields['context_length']}, but position_embd.weight "
             f"has the shape {list(positions.shape)}"
         )
-
-
-def _is_epsilon(name: str) -> bool:
-    return name.endswith("epsilon")
 
 
 def _check_heads(
