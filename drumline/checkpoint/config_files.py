@@ -22,11 +22,7 @@ from drumline.checkpoint.json_files import check_has_config, check_regular_files
 from drumline.checkpoint.safetensors_index import Index, read_index
 from drumline.contact.loading import configs
 from drumline.contact.loading.generation_fields import misfit
-from drumline.contact.loading.models import (
-    ANY_MODEL,
-    causal_class_reference,
-    class_from_code,
-)
+from drumline.contact.loading.models import ANY_MODEL, causal_class_reference, class_from_code
 from drumline.contact.releases import installed
 from drumline.errors import CheckpointError, blamed_on_file
 

@@ -181,11 +181,7 @@ def load_planned(
 
 
 def _map_shards(
-    plan: LoadPlan,
-    index: Index,
-    reader: TensorReader,
-    rank: int,
-    specs: Mapping[str, TensorSpec],
+    plan: LoadPlan, index: Index, reader: TensorReader, rank: int, specs: Mapping[str, TensorSpec]
 ) -> dict[str, torch.Tensor]:
     """The shards of this rank, by name, that lie in a file here as the CPU will use them."""
     transfers: dict[str, list[Transfer]] = {}

@@ -15,14 +15,7 @@ from pathlib import Path
 
 import launcher
 from launcher import LaunchError
-from launcher.cli import (
-    USAGE_CODE,
-    CommandParser,
-    endpoint_of,
-    parse,
-    run_command,
-    token_to_join,
-)
+from launcher.cli import USAGE_CODE, CommandParser, endpoint_of, parse, run_command, token_to_join
 
 JOINABLE = ("run", "serve", "generate", "auto")  # the commands that start ranks on several machines
 EPILOG = """\

@@ -71,8 +71,7 @@ def _hoist_program(program: ExportedProgram, devices: DeviceMapping) -> None:
         for key, value in table.items():
             table[key] = devices.value(value, kind, key)
     program.example_inputs = torch_private.tree_map(
-        lambda leaf: devices.value(leaf, "example_inputs", "example_inputs"),
-        program.example_inputs,
+        lambda leaf: devices.value(leaf, "example_inputs", "example_inputs"), program.example_inputs
     )
     program.validate()  # type: ignore[no-untyped-call]
 

@@ -103,9 +103,7 @@ def load_mesh(path: str | Path, coor: Coordinator | None, options: LoadOptions) 
         with monitored_loading(coor, lambda rank: SHARD_OF_ALL):
             checkpoint = open_for_mesh(coor, path, mesh, options)
             sharded, plan = plan_on_all_ranks(
-                coor,
-                lambda: _planned(coor, checkpoint, mesh, options),
-                lambda planned: planned[1],
+                coor, lambda: _planned(coor, checkpoint, mesh, options), lambda planned: planned[1]
             )
             stats = sharded.fill(coor, plan)
             for check in checkpoint.files.copy_checks:

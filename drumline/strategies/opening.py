@@ -33,11 +33,7 @@ from drumline.checkpoint.source import (
 from drumline.contact.loading.configs import generation_settings_from_fields
 from drumline.contact.loading.hub import is_hub_id, local_folder
 from drumline.contact.loading.models import why_not_quantized
-from drumline.core.consistency import (
-    check_same,
-    run_and_share,
-    run_on_all_ranks,
-)
+from drumline.core.consistency import check_same, run_and_share, run_on_all_ranks
 from drumline.core.mesh import Mesh
 from drumline.errors import CheckpointError, DrumlineError, PlanError
 from drumline.planner.load_options import LoadOptions
@@ -126,10 +122,7 @@ def _is_quantized(files: CheckpointFiles, options: LoadOptions) -> bool:
 
 
 def folder_on_all_ranks(
-    coor: Coordinator,
-    path: str | Path,
-    options: Mapping[str, Any],
-    use: Callable[[Path], T],
+    coor: Coordinator, path: str | Path, options: Mapping[str, Any], use: Callable[[Path], T]
 ) -> tuple[Path, T | None]:
     """The folder of a checkpoint, and on rank 0 what `use` makes of it. Collective.
 
@@ -251,11 +244,7 @@ def _config_of(path: str | Path, fields: Any, code: bool) -> Any:
 
 
 def _described(
-    files: CheckpointFiles,
-    generation: Any,
-    adapter: Any,
-    options: LoadOptions,
-    computes: bool,
+    files: CheckpointFiles, generation: Any, adapter: Any, options: LoadOptions, computes: bool
 ) -> Checkpoint:
     """The checkpoint with the class and the dtype that its config and the options come to.
 

@@ -49,11 +49,7 @@ class PlanInputs:
     ) -> DeviceMap:
         """The device map, in which what the model reads or changes by itself stays on rank 0."""
         make = functools.partial(
-            plan,
-            free_nbytes=self.free_nbytes,
-            device_map=device_map,
-            speeds=speeds,
-            step=self.step,
+            plan, free_nbytes=self.free_nbytes, device_map=device_map, speeds=speeds, step=self.step
         )
         planned, parts, checkpoint = make(self.parts), self.parts, self.checkpoint
         if all(planned.places[part.name][0] == 0 for part in parts.others):

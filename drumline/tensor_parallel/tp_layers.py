@@ -181,10 +181,7 @@ def _expert_parallel(module: Any, comm: Communicator) -> Callable[..., Any]:
     skips = tp_plan.experts_implementation(module) != "eager" and keep_experts_apart(module)
 
     def forward(hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> Any:
-        hidden, weights = (
-            copy_to_ranks(hidden, comm),
-            copy_to_ranks(weights, comm),
-        )
+        hidden, weights = copy_to_ranks(hidden, comm), copy_to_ranks(weights, comm)
         elsewhere = (experts < first) | (experts >= first + experts_per_rank)
         if skips:
             own = (experts - first).masked_fill(elsewhere, experts_per_rank)

@@ -22,18 +22,10 @@ import torch
 from communicator import dtype_info
 from coordinator import Coordinator
 from drumline.checkpoint.headers.gguf_header import GgufHeader, import_gguf, read_gguf_header
-from drumline.checkpoint.safetensors_index import (
-    ComputedTensor,
-    Index,
-    StoredTensor,
-    TensorReader,
-)
+from drumline.checkpoint.safetensors_index import ComputedTensor, Index, StoredTensor, TensorReader
 from drumline.checkpoint.source import CheckpointFiles, config_from_json, share_index
 from drumline.contact.loading.configs import read_config
-from drumline.contact.loading.gguf_tables import (
-    names_by_stored,
-    weight_processor,
-)
+from drumline.contact.loading.gguf_tables import names_by_stored, weight_processor
 from drumline.contact.releases import installed
 from drumline.core.consistency import run_on_all_ranks
 from drumline.core.shards import Region

@@ -17,12 +17,7 @@ import torch
 from torch import nn
 
 from drumline.checkpoint.model_tensors import named_tensors, replace_tensors, tied_names
-from drumline.checkpoint.safetensors_index import (
-    ComputedTensor,
-    Index,
-    StoredTensor,
-    TensorReader,
-)
+from drumline.checkpoint.safetensors_index import ComputedTensor, Index, StoredTensor, TensorReader
 from drumline.checkpoint.shard_plan import SourceSlice, parts_of, read_slices, whole_tensor
 from drumline.checkpoint.source import CheckpointFiles
 from drumline.checkpoint.weight_map import WeightMap, dtype_overrides
