@@ -190,27 +190,17 @@ def backends_of(group: ProcessGroup) -> list[Any]:
 
 def timeout_of(options: Any) -> timedelta:
     """The time limit in the options of a group, as torch passes them to a backend."""
-    timeout: timedelta = options._timeout
-    return timeout
+    return options._timeout  # type: ignore[no-any-return]
 
 
 class NamedProcessGroup(ProcessGroup):
     """A process group made in Python, to which torch gives its name and description."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
-        self._names = ["undefined", "undefined"]
-
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        return self._names[0]
-
-    @property
-    def group_desc(self) -> str:
-        return self._names[1]
+    group_name = "undefined"  # type: ignore[assignment]
+    group_desc = "undefined"
 
     def _set_group_name(self, name: str) -> None:
-        self._names[0] = name
+        self.group_name = name
 
     def _set_group_desc(self, description: str) -> None:
-        self._names[1] = description
+        self.group_desc = description

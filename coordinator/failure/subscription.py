@@ -7,6 +7,7 @@ import os
 import select
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from coordinator.errors import FailureReason, RankFailure
 from coordinator.failure.scan import FailureScan
@@ -18,23 +19,19 @@ def always() -> bool:
     return True
 
 
+@dataclass(eq=False)
 class Subscription:
     """A callback for failed ranks, until close() or the end of the `with` block.
 
     failures: the ranks it was called for, the first to fail first.
     """
 
-    def __init__(
-        self,
-        callback: Callable[[RankFailure], None],
-        is_waiting: Callable[[], bool],
-        unreachable_s: float,
-        on_close: Callable[[Subscription], None],
-    ) -> None:
-        self._callback, self._is_waiting, self._on_close = callback, is_waiting, on_close
-        self._unreachable_s = unreachable_s
-        self.failures: tuple[RankFailure, ...] = ()
-        self._is_closed = False
+    _callback: Callable[[RankFailure], None]
+    _is_waiting: Callable[[], bool]
+    _unreachable_s: float
+    _on_close: Callable[[Subscription], None]
+    failures: tuple[RankFailure, ...] = ()
+    _is_closed: bool = False
 
     def close(self) -> None:
         """Call the callback no more. Not collective; from any thread, the callback's too."""

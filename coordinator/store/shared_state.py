@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import launcher
@@ -32,20 +32,16 @@ class SharedState(FailureQueries):
 
     # ---- sequencing ----
 
-    @contextmanager
-    def local_master_first(self, *, timeout_s: float | None = None) -> Iterator[None]:
+    def local_master_first(self, *, timeout_s: float | None = None) -> AbstractContextManager[None]:
         """Run the body on the node's first rank, and then on its others. Collective over the node.
 
         If the body raises on the first rank, the others raise CoordinatorError without running it.
         """
-        with self._first("local_master_first", self._node_ranks, timeout_s):
-            yield
+        return self._first("local_master_first", self._node_ranks, timeout_s)
 
-    @contextmanager
-    def master_first(self, *, timeout_s: float | None = None) -> Iterator[None]:
+    def master_first(self, *, timeout_s: float | None = None) -> AbstractContextManager[None]:
         """Run the body on rank 0, and then on the others. Collective; as local_master_first."""
-        with self._first("master_first", range(self.world_size), timeout_s):
-            yield
+        return self._first("master_first", range(self.world_size), timeout_s)
 
     def _first(
         self, name: str, ranks: Sequence[int], timeout_s: float | None
