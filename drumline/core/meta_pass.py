@@ -58,21 +58,13 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     Tensor.nonzero: _positions,
     torch.nonzero: _positions,
     torch.where: _selected,
-    Tensor.all: lambda *_, **__: torch.tensor(True, device="cpu"),
-    torch.all: lambda *_, **__: torch.tensor(True, device="cpu"),
-    Tensor.any: lambda *_, **__: torch.tensor(False, device="cpu"),
-    torch.any: lambda *_, **__: torch.tensor(False, device="cpu"),
+    **dict.fromkeys((Tensor.all, torch.all), lambda *_, **__: torch.tensor(True, device="cpu")),
+    **dict.fromkeys((Tensor.any, torch.any), lambda *_, **__: torch.tensor(False, device="cpu")),
     Tensor.split: _split,
-    torch.equal: lambda *_: False,
-    Tensor.__contains__: lambda *_: False,
-    Tensor.__bool__: lambda *_: False,
-    Tensor.item: lambda *_: 0,
-    Tensor.__int__: lambda *_: 0,
-    Tensor.__index__: lambda *_: 0,
+    **dict.fromkeys((torch.equal, Tensor.__contains__, Tensor.__bool__), lambda *_: False),
+    **dict.fromkeys((Tensor.item, Tensor.__int__, Tensor.__index__), lambda *_: 0),
     Tensor.__float__: lambda *_: 0.0,
-    Tensor.tolist: lambda tensor: torch.zeros(
-        tensor.shape, dtype=tensor.dtype, device="cpu"
-    ).tolist(),
+    Tensor.tolist: lambda tensor: torch.zeros_like(tensor, device="cpu").tolist(),
 }
 """What a tensor without values says to questions about them: nothing is masked, chosen or counted.
 

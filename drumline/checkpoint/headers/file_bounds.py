@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from drumline.contact.loading.generation_fields import MAX_INT64
@@ -50,13 +50,16 @@ class Bound:
 
 
 def _table(*bounds: Bound) -> Mapping[str, Bound]:
-    return {bound.name: bound for bound in bounds}
+    """By the name of each field; one bound may be that of several, whose names it lists."""
+    return {name: replace(bound, name=name) for bound in bounds for name in bound.name.split(", ")}
 
 
 MAX_LAYERS = 1000
 """More layers than any model has that uses the tensors of one layer for many, as ALBERT does."""
 MAX_SIZE = (1 << 31) - 1
 """Of one size of a model, as GGUF's readers hold it."""
+BITS_32, HUNDREDS = "32 bits, with a sign", "models have a few hundred"
+VARIANCE = "it is added to a variance"
 
 SAFETENSORS = _table(
     Bound("header length", int, 0, 100_000_000, "the format's own limit"),
@@ -77,23 +80,15 @@ GGUF = _table(
     Bound("split.count", int, 0, 1, "a model in several files is merged by llama-gguf-split"),
 )
 GGUF_MODEL = _table(
-    Bound("block_count", int, 1, MAX_SIZE, "each layer has tensors"),
-    Bound("decoder_block_count", int, 1, MAX_SIZE, "each layer has tensors"),
-    Bound("context_length", int, 1, MAX_SIZE, "32 bits, with a sign"),
-    Bound("embedding_length", int, 1, MAX_SIZE, "32 bits, with a sign"),
-    Bound("feed_forward_length", int, 0, MAX_SIZE, "32 bits, with a sign"),
-    Bound("vocab_size", int, 1, MAX_SIZE, "32 bits, with a sign"),
-    Bound("attention.head_count", int, 0, 1 << 16, "models have a few hundred"),
-    Bound("attention.head_count_kv", int, 0, 1 << 16, "models have a few hundred"),
-    Bound("attention.key_length", int, 1, 1 << 16, "models have a few hundred"),
-    Bound("attention.value_length", int, 1, 1 << 16, "models have a few hundred"),
-    Bound("attention.layer_norm_rms_epsilon", float, 0, 1, "it is added to a variance"),
-    Bound("attention.layer_norm_epsilon", float, 0, 1, "it is added to a variance"),
+    Bound("block_count, decoder_block_count", int, 1, MAX_SIZE, "each layer has tensors"),
+    Bound("context_length, embedding_length, vocab_size", int, 1, MAX_SIZE, BITS_32),
+    Bound("feed_forward_length, attention.sliding_window", int, 0, MAX_SIZE, BITS_32),
+    Bound("attention.head_count, attention.head_count_kv", int, 0, 1 << 16, HUNDREDS),
+    Bound("expert_count, expert_used_count", int, 0, 1 << 16, HUNDREDS),
+    Bound("attention.key_length, attention.value_length", int, 1, 1 << 16, HUNDREDS),
+    Bound("attention.layer_norm_rms_epsilon, attention.layer_norm_epsilon", float, 0, 1, VARIANCE),
     Bound("rope.dimension_count", int, 1, 1 << 16, "at most the size of a head"),
     Bound("rope.freq_base", float, 1e-3, 1e30, "a base of powers"),
-    Bound("expert_count", int, 0, 1 << 16, "models have a few hundred"),
-    Bound("expert_used_count", int, 0, 1 << 16, "models have a few hundred"),
-    Bound("attention.sliding_window", int, 0, MAX_SIZE, "32 bits, with a sign"),
 )
 """Fields of a model in a GGUF file, after the name of its architecture."""
 ADAPTER = _table(
@@ -102,31 +97,22 @@ ADAPTER = _table(
     Bound("lora_dropout", float, 0, 1, "a probability"),
 )
 QUANTIZATION = _table(
-    Bound("bits", int, 1, 32, "of a word of 32"),
-    Bound("num_bits", int, 1, 32, "of a word of 32"),
+    Bound("bits, num_bits", int, 1, 32, "of a word of 32"),
     Bound("group_size", int, -1, MAX_SIZE, "-1 is a whole row"),
-    Bound("weight_block_size", int, 1, MAX_SIZE, "32 bits, with a sign"),
-    Bound("block_structure", int, 1, MAX_SIZE, "32 bits, with a sign"),
+    Bound("weight_block_size, block_structure", int, 1, MAX_SIZE, BITS_32),
 )
 """Fields of quantization_config, and of the groups in it; null is as if one were not there."""
 CONFIG: Mapping[str, Bound | None] = {
     "pruned_heads": None,
     **_table(
-        Bound("eps", float, 0, 1, "it is added to a variance"),
-        Bound("epsilon", float, 0, 1, "it is added to a variance"),
+        Bound("eps, epsilon", float, 0, 1, VARIANCE),
         Bound("rope_theta", float, 1e-3, 1e30, "a base of powers"),
         Bound("query_pre_attn_scalar", float, 1e-30, 1e30, "its root divides"),
-        Bound("n_head", int, 0, 1 << 16, "models have a few hundred"),
-        Bound("head_dim", int, 0, 1 << 16, "models have a few hundred"),
-        Bound("hidden_size", int, 1, MAX_SIZE, "32 bits, with a sign"),
-        Bound("intermediate_size", int, 0, MAX_SIZE, "32 bits, with a sign"),
-        Bound("vocab_size", int, 0, MAX_SIZE, "32 bits, with a sign"),
-        Bound("max_position_embeddings", float, 0, MAX_SIZE, "32 bits, with a sign"),
-        Bound("heads", int, 0, 1 << 16, "models have a few hundred"),
-        Bound("dropout", float, 0, 1, "a probability"),
-        Bound("pdrop", float, 0, 1, "a probability"),
-        Bound("prob", float, 0, 1, "a probability"),
-        Bound("layerdrop", float, 0, 1, "a probability"),
+        Bound("n_head, head_dim, heads", int, 0, 1 << 16, HUNDREDS),
+        Bound("hidden_size", int, 1, MAX_SIZE, BITS_32),
+        Bound("intermediate_size, vocab_size", int, 0, MAX_SIZE, BITS_32),
+        Bound("max_position_embeddings", float, 0, MAX_SIZE, BITS_32),
+        Bound("dropout, pdrop, prob, layerdrop", float, 0, 1, "a probability"),
         Bound("window", int, 0, MAX_SIZE, "a number of tokens"),
         Bound("num_labels", int, 0, 100_000, "transformers makes two names for each"),
     ),
