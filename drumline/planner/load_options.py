@@ -28,28 +28,22 @@ WHOLE, SHARDED, BOTH = "whole layers", "sharded layers", "stages of sharded laye
 class Rule:
     """An option that has a meaning in some ways to spread a model, and why in no other.
 
-    describe: it with its value; None if it has none but the default.
+    describe: it with its value, None if it is not given; by its own name, if there is none.
     """
 
     option: str
     ways: tuple[str, ...]
-    describe: Callable[[LoadOptions], str | None]
     why: str
+    describe: Callable[[LoadOptions], str | None] | None = None
 
     def check(self, options: LoadOptions) -> None:
-        text = self.describe(options)
+        text = self.describe(options) if self.describe else self._unless_default(options)
         if text and options.way not in self.ways:
             raise PlanError(f"{text} {self.why}")
 
-
-def _unless_default(name: str) -> Callable[[LoadOptions], str | None]:
-    default = LoadOptions.__dataclass_fields__[name].default
-
-    def describe(options: LoadOptions) -> str | None:
-        value = getattr(options, name)
-        return None if value == default else f"{name}={value!r}"
-
-    return describe
+    def _unless_default(self, options: LoadOptions) -> str | None:
+        value, default = (getattr(each, self.option) for each in (options, LoadOptions))
+        return None if value == default else f"{self.option}={value!r}"
 
 
 @dataclass(frozen=True)
@@ -161,41 +155,34 @@ SPREADS = (
 SPLITS = "and tp= and mesh= split them; leave one of the two out."
 
 RULES = (
-    Rule("max_memory", (WHOLE, BOTH), _unless_default("max_memory"), SPREADS),
-    Rule("length", (WHOLE, BOTH), _unless_default("length"), SPREADS),
-    Rule("pass_tokens", (WHOLE, BOTH), _unless_default("pass_tokens"), SPREADS),
+    Rule("max_memory", (WHOLE, BOTH), SPREADS),
+    Rule("length", (WHOLE, BOTH), SPREADS),
+    Rule("pass_tokens", (WHOLE, BOTH), SPREADS),
     Rule(
         "device",
         (SHARDED, BOTH),
-        _unless_default("device"),
         "is for ranks that shard layers, with tp= or mesh=; here the device_map says where each "
         'layer goes: device_map={"": (0, "cpu")}.',
     ),
-    Rule(
-        "cuda_graphs",
-        (WHOLE,),
-        _unless_default("cuda_graphs"),
-        f"is for ranks that hold whole layers, {SPLITS}",
-    ),
+    Rule("cuda_graphs", (WHOLE,), f"is for ranks that hold whole layers, {SPLITS}"),
     Rule(
         "on_failure",
         (WHOLE,),
-        _unless_default("on_failure"),
         "plans whole layers anew, and tp= and mesh= split them, for a fixed number of ranks; leave "
         "one of the two out.",
     ),
     Rule(
         'device_map="fastest"',
         (WHOLE,),
-        lambda options: 'device_map="fastest"' if options.device_map == "fastest" else None,
         "decides itself how many ranks share a layer, and tp= or mesh= do so too; leave these out, "
         'or use "auto", or a dict of module to stage.',
+        lambda options: 'device_map="fastest"' if options.device_map == "fastest" else None,
     ),
     Rule(
         "a GGUF file",
         (WHOLE,),
-        lambda options: f"{options.gguf} is a GGUF file," if options.gguf else None,
         f"of which ranks read whole layers, {SPLITS}",
+        lambda options: f"{options.gguf} is a GGUF file," if options.gguf else None,
     ),
 )
 """What may go together: by option, the ways to spread a model in which it has a meaning."""
