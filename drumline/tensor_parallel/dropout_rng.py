@@ -40,6 +40,13 @@ def has_process_per_rank(coor: Coordinator) -> bool:
     return len(processes) == coor.world_size
 
 
+def generators(device: torch.device) -> list[tuple[Any, tuple[Any, ...]]]:
+    """The modules with this process's generators of random numbers: torch, and that of an
+    accelerator, whose functions are told the device."""
+    own = [] if device.type == "cpu" else [(torch.get_device_module(device), (device,))]
+    return [(torch, ()), *own]
+
+
 def sync_dropout_rng(
     model: nn.Module,
     sharding: Sequence[nn.Module],
@@ -125,16 +132,11 @@ class _DropoutRng:
     def use_own_seed(self) -> None:
         if not self.saved_states:
             seed = int(torch.randint(NUM_SEEDS, ()))
-            self.saved_states = [torch.get_rng_state()]
-            if self.device.type != "cpu":
-                module = torch.get_device_module(self.device)
-                self.saved_states.append(module.get_rng_state(self.device))
+            places = generators(self.device)
+            self.saved_states = [module.get_rng_state(*place) for module, place in places]
             torch.manual_seed(seed + self.comm.rank)
 
     def use_shared_state(self) -> None:
-        if self.saved_states:
-            torch.set_rng_state(self.saved_states[0])
-            if self.device.type != "cpu":
-                module = torch.get_device_module(self.device)
-                module.set_rng_state(self.saved_states[1], self.device)
-            self.saved_states = []
+        states, self.saved_states = self.saved_states, []
+        for state, (module, place) in zip(states, generators(self.device), strict=False):
+            module.set_rng_state(state, *place)

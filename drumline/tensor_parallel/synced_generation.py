@@ -20,7 +20,7 @@ from drumline.contact import safetensors_api
 from drumline.contact.generate_options import Criteria, Criterion, wrap_undetermined
 from drumline.core.group_monitor import GroupMonitor
 from drumline.errors import DrumlineError
-from drumline.tensor_parallel.dropout_rng import has_process_per_rank
+from drumline.tensor_parallel.dropout_rng import generators, has_process_per_rank
 
 
 @contextlib.contextmanager
@@ -43,10 +43,7 @@ def same_samples_on_all_ranks(monitor: GroupMonitor, device: torch.device) -> It
 
 def _share_rng_state(monitor: GroupMonitor, device: torch.device) -> None:
     """Give every rank the state of the first rank's generators of random numbers."""
-    generators: list[tuple[Any, tuple[Any, ...]]] = [(torch, ())]
-    if device.type != "cpu":
-        generators.append((torch.get_device_module(device), (device,)))
-    for module, place in generators:
+    for module, place in generators(device):
         state = monitor.broadcast(module.get_rng_state(*place).numpy().tobytes())
         module.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), *place)
 
