@@ -177,13 +177,11 @@ def estimate_tensor_parallel(
     A layer adds up twice, after attention and after the feed-forward block (Megatron-LM, 2019), and
     the embedding and the head once. Stages of groups follow each other, equal in size.
     """
-    step = step or PassShape()
+    step, size = step or PassShape(), tp_group.size
     nbytes = step.batch * step.width * step.itemsize
     alone = sum(part_time_s(part, tp_group.speed, step) for part in (*model.others, *model.layers))
-    work = alone / tp_group.size + 2 * (len(model.layers) + 1) * tp_group.sums.seconds(nbytes)
-    lasts = range(
-        tp_group.size - 1, len(speeds.links), tp_group.size
-    )  # of each group, its last rank
+    work = alone / size + 2 * (len(model.layers) + 1) * tp_group.sums.seconds(nbytes)
+    lasts = range(size - 1, len(speeds.links), size)  # of each group, its last rank
     hops = sum(speeds.links[rank].seconds(nbytes) for rank in lasts) if len(lasts) > 1 else 0.0
     return _paced(work, work / max(1, len(lasts)), hops, step)
 

@@ -71,25 +71,17 @@ def _q3_k(parts: Parts) -> torch.Tensor:
     return values.view(len(qs), 16, 16).mul_(scale.unsqueeze(2))
 
 
-def _scales_and_lows(d: torch.Tensor, dmin: torch.Tensor, packed: torch.Tensor) -> Parts:
-    """[blocks, 8, 1] each: the scales of sub-blocks, and what is subtracted; 6 bits of 12 bytes."""
-    scale, low, rest = packed.view(-1, 3, 4).unbind(1)
+def _q4_or_q5_k(parts: Parts) -> torch.Tensor:
+    """Both have scales of sub-blocks, and what is subtracted, in 6 bits each; one a fifth bit."""
+    d, dmin, packed, *fifth_bits, qs = parts
+    scale, low, rest = packed.contiguous().view(-1, 3, 4).unbind(1)
     scales = torch.cat([scale & 63, rest & 15 | scale >> 2 & 48], 1).float()
     lows = torch.cat([low & 63, rest >> 4 | low >> 2 & 48], 1).float()
-    return [(_halves(d) * scales).unsqueeze(2), (_halves(dmin) * lows).unsqueeze(2)]
-
-
-def _q4_k(parts: Parts) -> torch.Tensor:
-    d, dmin, packed, qs = parts
-    scale, low = _scales_and_lows(d, dmin, packed.contiguous())
-    return _bits(qs, 32, 4).reshape(len(qs), 8, 32).float().mul_(scale).sub_(low)
-
-
-def _q5_k(parts: Parts) -> torch.Tensor:
-    d, dmin, packed, qh, qs = parts
-    scale, low = _scales_and_lows(d, dmin, packed.contiguous())
-    values = _bits(qs, 32, 4).reshape(len(qs), 8, 32) | _bits(qh, 32, 1).squeeze(1) << 4
-    return values.float().mul_(scale).sub_(low)
+    values = _bits(qs, 32, 4).reshape(len(qs), 8, 32)
+    for qh in fifth_bits:
+        values |= _bits(qh, 32, 1).squeeze(1) << 4
+    values = values.float().mul_((_halves(d) * scales).unsqueeze(2))
+    return values.sub_((_halves(dmin) * lows).unsqueeze(2))
 
 
 def _q6_k(parts: Parts) -> torch.Tensor:
@@ -104,8 +96,8 @@ LAYOUTS: dict[str, tuple[Sequence[int], Callable[[Parts], torch.Tensor]]] = {
     "Q8_0": ((2, 32), _q8_0),
     "Q2_K": ((16, 64, 2, 2), _q2_k),
     "Q3_K": ((32, 64, 12, 2), _q3_k),
-    "Q4_K": ((2, 2, 12, 128), _q4_k),
-    "Q5_K": ((2, 2, 12, 32, 128), _q5_k),
+    "Q4_K": ((2, 2, 12, 128), _q4_or_q5_k),
+    "Q5_K": ((2, 2, 12, 32, 128), _q4_or_q5_k),
     "Q6_K": ((128, 64, 16, 2), _q6_k),
 }
 """By type: the bytes of each field of a block, and the function that makes numbers of them."""

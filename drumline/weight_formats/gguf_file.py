@@ -316,19 +316,11 @@ def read_gguf_weights(source: CheckpointFiles, model: Any, dtype: torch.dtype) -
                 f"{source.path} holds {name}, for which {type(model).__name__} has no place, so "
                 "the model would be another one; give the checkpoint that it was made from."
             )
+    index, stored_dtype = {}, str(dtype_info(dtype).safetensors)
     for name, own in parts.items():
-        _check_shapes(source.path, name, tuple(state[name].shape), own)
-    index = {
-        name: _weight(
-            name,
-            tuple(state[name].shape),
-            own,
-            str(dtype_info(dtype).safetensors),
-            processor,
-            names,
-        )
-        for name, own in parts.items()
-    }
+        shape = tuple(state[name].shape)
+        _check_shapes(source.path, name, shape, own)
+        index[name] = _weight(name, shape, own, stored_dtype, processor, names)
     return replace(source, index=index)
 
 

@@ -223,10 +223,9 @@ class LoraAdapter:
         for name in [*factors, *(pieces.keys() - sources.keys())]:
             if name not in sources:
                 raise self._error(f"has {name}, for which the model has no place")
-        for name in [
-            name for name in pieces if pieces[name] is not sources[name] or name in factors
-        ]:
-            if len(tied[name]) > 1:
+        for name in pieces:
+            is_changed = pieces[name] is not sources[name] or name in factors
+            if is_changed and len(tied[name]) > 1:
                 raise self._error(f"changes one of {tied[name]}, which are tied")
         for name, pair in factors.items():
             weight = self._merged_weight(model, name, pair, sources[name], index)
@@ -397,14 +396,12 @@ class LoraAdapter:
 
 
 def find_adapter(
-    coor: Coordinator, path: str | Path | None, base: CheckpointFiles
-) -> tuple[LoraAdapter | None, CheckpointFiles]:
+    coor: Coordinator, path: str | Path, base: CheckpointFiles
+) -> tuple[LoraAdapter, CheckpointFiles]:
     """The adapter in a folder, and the checkpoint that it belongs to. Collective.
 
     It is the same on all ranks that read: both are compared, as long as the model is in use.
     """
-    if path is None:
-        return None, base
     folder = Path(path)
     files, text = share_index(
         coor,
