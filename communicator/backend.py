@@ -231,11 +231,8 @@ class Backend(CollectivesFromP2P):
 
     def is_capturing(self) -> bool:
         """True while torch's current stream is captured in a CUDA graph."""
-        return (
-            self.device_type == "cuda"
-            and torch.cuda.is_available()
-            and torch.cuda.is_current_stream_capturing()
-        )
+        has_streams = self.device_type == "cuda" and torch.cuda.is_available()
+        return has_streams and torch.cuda.is_current_stream_capturing()
 
     def check_outside_capture(self, call: str) -> None:
         """Raise CommunicatorError if no call can be made, or this one not inside a capture."""

@@ -21,13 +21,9 @@ EPILOG = "exit codes: 0 the backend conforms; 1 it does not; 2 it cannot run, or
 
 def parser(prog: str = PROG) -> argparse.ArgumentParser:
     """The options are few on purpose, and held by a test."""
-    commands_parser = CommandParser(prog=prog)
-    commands_parser.add_argument(
-        "--version", action=VersionAction, nargs=0, help="print the version"
-    )
-    commands = commands_parser.add_subparsers(
-        dest="command", required=True, parser_class=CommandParser
-    )
+    top = CommandParser(prog=prog)
+    top.add_argument("--version", action=VersionAction, nargs=0, help="print the version")
+    commands = top.add_subparsers(dest="command", required=True, parser_class=CommandParser)
     check = commands.add_parser("check", help="run the conformance check", epilog=EPILOG)
     check.add_argument(
         "--backend", metavar="NAME", help="a name, or the path of a library; default: the best"
@@ -43,7 +39,7 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
     check.add_argument(
         "--markdown", action="store_true", help="print a table of the results, for a page of them"
     )
-    return commands_parser
+    return top
 
 
 def main(arguments: Sequence[str], prog: str = PROG) -> int:

@@ -123,10 +123,8 @@ def check_backend(backend: str | None) -> Report:
 
     Raises Unsupported if it cannot be used here.
     """
-    with (
-        Coordinator(timeout_s=timings.TIMINGS.check_call_s) as coor,
-        Communicator(coor, backend) as comm,
-    ):
+    timeout_s = timings.TIMINGS.check_call_s
+    with Coordinator(timeout_s=timeout_s) as coor, Communicator(coor, backend) as comm:
         report = check(comm)
         coor.barrier()  # nobody closes while others still compare
         return report

@@ -104,11 +104,9 @@ def _run_deferred(deferred: list[_DeferredP2P]) -> None:
     """Run the messages together, and end each with the result."""
     error: Exception | None = None
     try:
-        with (
-            flattened_all([message.tensor for message in deferred]) as tensors,
-            deferred[0].comm.group(),
-        ):
-            for message, tensor in zip(deferred, tensors, strict=True):
+        tensors = [message.tensor for message in deferred]
+        with flattened_all(tensors) as whole, deferred[0].comm.group():
+            for message, tensor in zip(deferred, whole, strict=True):
                 message.move(tensor)
         for message in deferred:
             message.check_tag()

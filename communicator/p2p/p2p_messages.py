@@ -121,11 +121,8 @@ class P2PWork(AsyncWork):
         return f"{self.kind} of {tensor} {direction} {end} (tag {self.tag})"
 
     def matches(self, arrival: Arrival) -> bool:
-        return (
-            self.tag == arrival.tag
-            and self.peer in (arrival.src, ANY_SOURCE)
-            and self.group.number == arrival.group
-        )
+        is_of_kind = self.tag == arrival.tag and self.group.number == arrival.group
+        return is_of_kind and self.peer in (arrival.src, ANY_SOURCE)
 
     def mismatch(self, arrival: Arrival) -> CommunicatorError | None:
         """The error of a receive that a message of another size or dtype has met."""

@@ -262,14 +262,18 @@ class Nccl(PluginBackend):
         """
         self.check_open("check")
         try:
-            if self.oneshot is not None:
-                self.oneshot.check()
-            self._comm.async_error()
+            self._check_library()
         except PeerLost as error:
             raise self.with_dead_peers(error) from error
         except CommunicatorError as error:  # of the kernel, which does nothing from then on
             self.abort_because(PeerLost(str(error)), is_known=True)
             raise
+
+    def _check_library(self) -> None:
+        """Raise what a kernel of ours or NCCL has failed of."""
+        if self.oneshot is not None:
+            self.oneshot.check()
+        self._comm.async_error()
 
     def with_dead_peers(self, error: DrumlineError) -> DrumlineError:
         """The error with the peers that died, or why this communicator was aborted meanwhile."""
@@ -309,9 +313,7 @@ class Nccl(PluginBackend):
             time.sleep(timings.TIMINGS.watchdog_grace_s)
             return PeerLost(f"a peer died.{describe_lost(lost)}", lost)
         try:
-            if self.oneshot is not None:
-                self.oneshot.check()
-            self._comm.async_error()
+            self._check_library()
         except DrumlineError as error:
             lost = self._await_lost_peers()
             return PeerLost(f"{error}{describe_lost(lost)}", lost)
