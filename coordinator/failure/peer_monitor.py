@@ -69,6 +69,7 @@ class PeerMonitor:
         self._remote = {peer.rank: peer for peer in peers if peer.rank != me.rank}
         self._processes: dict[int, PeerProcess] = {}
         self._timings, self._master = session.timings, session.info.master_rank
+        self._lost: Mapping[int, float] = session.heartbeat.lost
         self._since = time.monotonic()
         self._asked_at = 0.0
 
@@ -83,10 +84,6 @@ class PeerMonitor:
     def close(self) -> None:
         for process in self._processes.values():
             process.close()
-
-    @property
-    def _lost(self) -> Mapping[int, float]:
-        return self.session.heartbeat.lost
 
     @property
     def has_remote(self) -> bool:

@@ -49,18 +49,14 @@ class PeerConnector:
         if problems:
             for connection in (*self.connections.values(), *listener.accepted.values()):
                 connection.close()
+            me = self.peers[self.rank].rank
             raise CoordinatorError(
-                problem
-                or f"rank {self._me.rank} has no connections, for another has none: {problems[0]}"
+                problem or f"rank {me} has no connections, for another has none: {problems[0]}"
             )
         return {rank: connection.socket for rank, connection in self.connections.items()}
 
     def _purpose(self, listener: int) -> str:
         return f"connections/{self.name}/{listener}"
-
-    @property
-    def _me(self) -> Peer:
-        return self.peers[self.rank]
 
     def _connect(
         self,
@@ -71,7 +67,7 @@ class PeerConnector:
     ) -> str:
         """Connect to the lower ranks, and accept the higher; the problem, or nothing."""
         higher = range(self.rank + 1, len(self.peers))
-        me, credentials = self._me, self.credentials
+        me, credentials = self.peers[self.rank], self.credentials
         try:
             for rank in range(self.rank):
                 purpose, peer = f"{self._purpose(rank)}/{self.rank}", self.peers[rank]

@@ -67,7 +67,7 @@ class Group:
         self._segment, self._tree = segment, tree
         self._domain_of = {rank: i for i, domain in enumerate(shm_domains) for rank in domain}
         self._shm_domain = shm_domains[self._domain_of[rank]]
-        self._is_one_domain = len(shm_domains) == 1
+        self._is_one_domain, self._is_first = len(shm_domains) == 1, rank == self._shm_domain[0]
         self._wait_s = session.timings.shm_wait_s
         self._last = (CallSite("start", 0, ""), time.monotonic())
         session.heartbeat.groups[key] = self
@@ -78,10 +78,6 @@ class Group:
             return self.detector.monitor.own_call()
         call, since = self._last
         return CallStatus(*call, time.monotonic() - since)
-
-    @property
-    def _is_first(self) -> bool:
-        return self.rank == self._shm_domain[0]
 
     def exchange(self, pending: PendingCall, exchange: Exchange) -> list[bytes]:
         """The data of each rank, or nothing where this rank is not to read it."""

@@ -47,6 +47,7 @@ class NcclLibrary:
         except OSError as error:
             raise Unsupported(f"{path} does not load: {error}") from error
         self.version = self._read_version(path)
+        self.version_text = version_text(self.version)
         self.path = path if os.sep in path else mapped(path)
 
     def _read_version(self, path: str) -> int:
@@ -63,10 +64,6 @@ class NcclLibrary:
                 "or newer. Install a newer nvidia-nccl."
             )
         return version.value
-
-    @property
-    def version_text(self) -> str:
-        return version_text(self.version)
 
     def unique_id(self) -> bytes:
         """128 bytes that differ each time, by which the ranks of one communicator connect."""
