@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import types
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -78,11 +77,8 @@ class _WatchedModel(MicrobatchMixin):
 def _watched() -> Any:
     model = model_parts.build_tiny()
     kind = type(model)
-    model.__class__ = types.new_class(
-        kind.__name__,
-        (_WatchedModel, kind),
-        exec_body=lambda names: names.update(__module__=kind.__module__),
-    )
+    names = {"__module__": kind.__module__}
+    model.__class__ = type(kind.__name__, (_WatchedModel, kind), names)
     model._driver, model.outputs = _Watch(), []
     return model
 
@@ -193,15 +189,8 @@ def warn_if_off() -> None:
 
 
 def main() -> None:
-    print(
-        json.dumps(
-            {
-                "transformers": installed("transformers"),
-                "read": list(READ["transformers"]),
-                "fast_paths": check(),
-            }
-        )
-    )
+    facts = {"transformers": installed("transformers"), "read": list(READ["transformers"])}
+    print(json.dumps({**facts, "fast_paths": check()}))
 
 
 if __name__ == "__main__":

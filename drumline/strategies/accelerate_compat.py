@@ -132,22 +132,12 @@ def load_checkpoint_and_dispatch(
     arguments = _named_arguments(
         load_checkpoint_and_dispatch, supported, model, checkpoint, device_map, *args, **kwargs
     )
-    if hasattr(type(model), "config_class"):
-        return load(
-            checkpoint,
-            device_map,
-            max_memory=arguments.get("max_memory"),
-            dtype=arguments.get("dtype"),
-            cls=type(model),
-        )
-    return dispatch(
-        model,
-        device_map,
-        checkpoint=checkpoint,
-        max_memory=arguments.get("max_memory"),
-        no_split_module_classes=arguments.get("no_split_module_classes"),
-        offload_dir=arguments.get("offload_folder"),
-    )
+    kind, get = type(model), arguments.get
+    memory, folder = get("max_memory"), get("offload_folder")
+    if hasattr(kind, "config_class"):
+        return load(checkpoint, device_map, max_memory=memory, dtype=get("dtype"), cls=kind)
+    options = {"max_memory": memory, "no_split_module_classes": get("no_split_module_classes")}
+    return dispatch(model, device_map, checkpoint=checkpoint, offload_dir=folder, **options)
 
 
 def _is_over_ranks(device_map: Any) -> bool:

@@ -50,8 +50,7 @@ def _candidates(
     """The options with the speeds of this cluster; then those for TP groups that can be loaded and
     are worth it, the fastest first. The same on every rank."""
     with contextlib.ExitStack() as stack:
-        if coor is None:
-            coor = stack.enter_context(Coordinator())
+        coor = coor or stack.enter_context(Coordinator())
         stack.enter_context(monitored_loading(coor, lambda rank: "its part of the measurements"))
         check_same_on_all_ranks(
             coor, {name: repr(getattr(options, name)) for name in SAME_ON_ALL_RANKS}

@@ -59,8 +59,7 @@ def dispatch(
     """
     owner = coor
     with contextlib.ExitStack() as stack:
-        if coor is None:
-            coor = stack.enter_context(Coordinator())
+        coor = coor or stack.enter_context(Coordinator())
         free_nbytes = limit_memory(cluster_memory(coor), max_memory)
         placed = run_on_all_ranks(
             coor, lambda: _planned(model, device_map, free_nbytes, no_split_module_classes)

@@ -97,8 +97,7 @@ class MeshModel(ModelHooks):
 def load_mesh(path: str | Path, coor: Coordinator | None, options: LoadOptions) -> Any:
     """The model of a checkpoint on every rank, each with its own part. Collective; see `load`."""
     with contextlib.ExitStack() as stack:
-        if coor is None:
-            coor = stack.enter_context(Coordinator())
+        coor = coor or stack.enter_context(Coordinator())
         mesh = _checked_mesh(options, coor.world_size)
         with monitored_loading(coor, lambda rank: SHARD_OF_ALL):
             checkpoint = open_for_mesh(coor, path, mesh, options)

@@ -51,8 +51,7 @@ def load_pipeline(
     model: an object on the master that is to become it.
     """
     with contextlib.ExitStack() as stack:
-        if coor is None:
-            coor = stack.enter_context(Coordinator())
+        coor = coor or stack.enter_context(Coordinator())
         stage = _load_stage(coor, path, options, stack)
         if model is not None:
             stage.model = _become(model, stage.model)
