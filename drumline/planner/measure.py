@@ -216,11 +216,8 @@ def _measure_group(coor: Coordinator, size: int, device: str, dtype: torch.dtype
     assert own_speeds is not None, "every group had its turn"
     speeds_by_rank = coor.allgather_object([astuple(speed) for speed in own_speeds])
     speeds, sums = zip(*speeds_by_rank, strict=True)
-    return GroupSpeed(
-        size,
-        DeviceSpeed(*(min(column) for column in zip(*speeds, strict=True))),
-        LinkSpeed(max(latency for latency, _ in sums), min(nbytes for _, nbytes in sums)),
-    )
+    slowest, (latencies, rates) = map(min, zip(*speeds, strict=True)), zip(*sums, strict=True)
+    return GroupSpeed(size, DeviceSpeed(*slowest), LinkSpeed(max(latencies), min(rates)))
 
 
 @torch.inference_mode()

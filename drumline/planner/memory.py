@@ -75,14 +75,10 @@ def assign_accelerators(reports: Sequence[Mapping[str, Any]]) -> list[list[str]]
     A rank first gets the one with its local_rank; the rest go to the rank that sees them and has
     the fewest. An accelerator that two ranks see is one if it has the same id on the same node.
     """
-    seen: dict[Any, dict[int, str]] = {
-        (report["node"], gpu["id"]): {}
-        for report in reports
-        for gpu in report["accelerators"].values()
-    }
+    seen: dict[Any, dict[int, str]] = {}
     for rank, report in enumerate(reports):
         for device, gpu in report["accelerators"].items():
-            seen[(report["node"], gpu["id"])][rank] = device
+            seen.setdefault((report["node"], gpu["id"]), {})[rank] = device
     owned: list[list[str]] = [[] for _ in reports]
     own_first = [dict(enumerate(r["accelerators"])).get(r["local_rank"]) for r in reports]
     for first in (True, False):
@@ -102,9 +98,7 @@ def limit_memory(free_nbytes: Mapping[Place, int], max_memory: Memory | None) ->
     if isinstance(max_memory, str) or not isinstance(max_memory, (Mapping, Sequence)):
         raise PlanError(f"max_memory={max_memory!r} names no place; give a dict or a list by rank.")
     pairs = max_memory.items() if isinstance(max_memory, Mapping) else enumerate(max_memory)
-    limits: dict[Place, int] = {}
-    for key, value in pairs:
-        limits[place_of(key, free_nbytes, "max_memory")] = nbytes(value)
+    limits = {place_of(key, free_nbytes, "max_memory"): nbytes(value) for key, value in pairs}
     ranks = {rank for rank, _ in free_nbytes}
     unknown = sorted({rank for rank, _ in limits} - ranks)
     if unknown:
