@@ -291,6 +291,7 @@ def test_offer_that_nobody_accepts_is_forgotten_when_both_have_left(engines, fir
             has_offered.set()
         else:
             wait_until(lambda: engine.engine._arrivals, engine)
+            assert has_offered.wait(20)  # one to who has left is forgotten before it is seen
         if engine.rank == first:
             pair.close()
             has_closed[first].set()
