@@ -140,8 +140,8 @@ class CallTester:
     def begin(self, name: str, shape: Shape, src: int = 0) -> Check:
         tensor = self.input_of(name, shape)
         result = self.call(name, tensor, src)
-        is_given = name in IN_PLACE
-        same = _same(result, tensor, name, "the tensor it was given") if is_given else ""
+        is_in_place = name in IN_PLACE
+        same = _same(result, tensor, name, "the tensor it was given") if is_in_place else ""
         return lambda: same or self.wrong(name, shape, result, name, src)
 
     def input_of(self, name: str, shape: Shape) -> torch.Tensor:
