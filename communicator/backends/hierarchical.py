@@ -426,7 +426,7 @@ def first_failure(failures: Any, text: str, rank: int) -> str:
     """The text that was first written to the store: this one, if there was none."""
     try:
         first: bytes = failures.compare_set("first", "", text)
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, TimeoutError):
             failures.set(reader_key(rank), "")
         return first.decode()
     except TimeoutError:

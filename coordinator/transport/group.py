@@ -15,6 +15,7 @@ import coordinator._node_shm as _node_shm
 from coordinator.call_site import CallSite, CallStatus, PendingCall
 from coordinator.control.framing import pack, unpack
 from coordinator.control.session import Session
+from coordinator.errors import PeerLost
 from coordinator.failure.detector import FailureDetector
 from coordinator.peers import Peer
 from coordinator.transport.tree import ALL_NODES, Entry, Tree, TreeLinkBroken
@@ -109,8 +110,14 @@ class Group:
         data, root, _, is_scattered = exchange
         results = segment.exchange(name, number, root + 1, where, data, reads, is_scattered, wait_s)
         while results is None:  # not all came in time, or the group has failed: then check() raises
-            self.detector.check(pending)
-            results = segment.resume(wait_s)
+            try:
+                self.detector.check(pending)
+            except PeerLost:
+                results = segment.resume(0.0)  # the last one may have come since, and left after it
+                if results is None:
+                    raise
+            else:
+                results = segment.resume(wait_s)
         return results
 
     def _exchange_in_all(self, pending: PendingCall, exchange: Exchange) -> list[bytes]:

@@ -208,10 +208,7 @@ PyObject* segment_resume(PyObject* object, PyObject* argument) {
     Object* self = self_of(object);
     double timeout_s = PyFloat_AsDouble(argument);
     if (PyErr_Occurred()) return nullptr;
-    if (self->pending->data == nullptr) {
-        PyErr_SetString(PyExc_RuntimeError, "resume() without a call that has begun");
-        return nullptr;
-    }
+    if (self->pending->data == nullptr) Py_RETURN_NONE;  // exchange() found a failed group
     return proceed(self, nullptr, timeout_s);
 }
 

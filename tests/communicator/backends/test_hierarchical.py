@@ -18,7 +18,7 @@ from communicator import (
     Unsupported,
     conformance,
 )
-from communicator.backends.hierarchical import first_failure
+from communicator.backends.hierarchical import first_failure, reader_key
 from coordinator import Coordinator
 from launcher import LaunchInfo
 
@@ -197,7 +197,7 @@ def test_first_failure_is_not_waited_for_where_the_store_has_stopped():
         if not pid:
             try:
                 coor = Coordinator(replace(info, rank=0, extras=extras), timeout_s=20)
-                coor.store("failures").wait(["first"])
+                coor.store("failures").wait([reader_key(1)])
                 os.kill(os.getpid(), signal.SIGSTOP)
             finally:
                 os._exit(1)  # or it would run the tests that follow

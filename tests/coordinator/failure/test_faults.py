@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.errors import PeerLost
 from coordinator.failure import stack_dump
 from coordinator.transport import gloo_transport  # noqa: F401 - so that no rank has to import torch
 from coordinator.transport.group import Exchange
@@ -228,6 +229,36 @@ def test_what_a_thread_as_a_rank_does_wrong_reaches_the_others(ranks, nodes, vic
     for row in _rows(enumerate(results), names, 0.0):
         check(row, victim)
         assert row[4] < SLACK_S, row
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_who_leaves_after_a_call_does_not_take_it_from_the_others(ranks, victim):
+    """It came, and all had what they waited for; then it left, while another had looked away."""
+    left = threading.Event()
+
+    def body(info):
+        coor = EVERY["Coordinator"](info)
+        detector = coor._group.detector
+        check = detector.check
+
+        def check_late(pending):
+            left.wait(20)
+            check(pending)
+
+        if info.rank == victim:
+            time.sleep(0.3)  # the others wait, and look around
+        else:
+            detector.check = check_late
+        gathered = coor.allgather(b"%d" % info.rank)
+        if info.rank == victim:
+            detector.abandon("its own error", "afterwards")
+            left.set()
+        with pytest.raises(PeerLost, match="its own error"):
+            coor.barrier()
+        coor.__del__()
+        return gathered
+
+    assert ranks(body, 3) == [[b"0", b"1", b"2"]] * 3
 
 
 @among_threads
