@@ -39,7 +39,7 @@ class FramedConnection:
     """One end of a connection, used by one thread at a time.
 
     Every method takes a deadline (time.monotonic()) and idle, which is called every idle_s while
-    the method waits, and may raise.
+    the method waits, and may raise: it does so unless what the method waits for has come by then.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -147,7 +147,11 @@ class FramedConnection:
                 return
             if left_s <= 0:
                 raise error("the deadline passed")
-            idle()
+            try:
+                idle()
+            except Exception:
+                if not poll.poll(0):  # or what it waits for came, and its sender left afterwards
+                    raise
 
     def close(self) -> None:
         self.socket.close()
