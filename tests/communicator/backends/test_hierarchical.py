@@ -202,7 +202,7 @@ def test_first_failure_is_not_waited_for_where_the_store_has_stopped():
             finally:
                 os._exit(1)  # or it would run the tests that follow
     try:
-        store = Coordinator(info, timeout_s=20).store("failures", timeout_s=1.0)
+        store = Coordinator(info, timeout_s=20).store("failures", timeout_s=3.0)
         assert first_failure(store, "rank 1 was lost", 1) == "rank 1 was lost"
         os.waitpid(pid, os.WUNTRACED)  # it has stopped now
         begun = time.monotonic()
