@@ -90,14 +90,18 @@ def documented(tmp_path) -> Callable[[str, str], Callable[..., str]]:
             assert word in found
             found = found.replace(word, here)
         path = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
-        done = subprocess.run(
-            [*around, "bash", "-c", found],
-            env={**environ, "PATH": path, "PYTHONPATH": str(ROOT)},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        try:
+            done = subprocess.run(
+                [*around, "bash", "-c", found],
+                env={**environ, "PATH": path, "PYTHONPATH": str(ROOT)},
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+        except subprocess.TimeoutExpired as late:  # what it printed says who waits for whom
+            printed = (late.stdout or b"") + (late.stderr or b"")
+            raise AssertionError(f"no end after 60 s: {printed.decode()}") from None
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
