@@ -29,7 +29,7 @@ NAMES_AS_TEXT = {
     *("ModelOutput", "OutputRecorder", "MaxLengthCriteria", "EosTokenCriteria"),
     *("create_sliding_window_causal_mask", "create_chunked_causal_mask"),
     *("MergeModulelist", "Concatenate", "Chunk", "StaticSlidingWindowLayer"),
-    *("AutoModel", "AutoModelForCausalLM"),
+    *("AutoModel", "AutoModelForCausalLM", "layer_idx"),
 }
 """Arguments, attributes of cache layers and classes that no type checker sees change."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -26,13 +27,35 @@ def recorded_output(hook: Callable[..., Any]) -> str | None:
     return str(inspect.getclosurevars(hook).nonlocals.get("key", "hidden_states"))
 
 
-def build_tiny() -> Any:
-    """A causal model of one layer. Random numbers of the script are not used up."""
+def _tiny_on_meta(num_layers: int) -> Any:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": VOCABULARY}
-    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     ends: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
     with torch.device("meta"):
-        model = api.tiny_llama(**sizes, **heads, **ends)
+        return api.tiny_llama(num_hidden_layers=num_layers, **sizes, **heads, **ends)
+
+
+@functools.cache
+def number_attribute() -> str:
+    """The attribute in which attention says which layer of a cache is its own; "" if none does."""
+    parts = _tiny_on_meta(2).modules()
+    first, second = next(part for part in parts if isinstance(part, torch.nn.ModuleList))
+    for one, other in zip(first.modules(), second.modules(), strict=True):
+        for name, value in vars(one).items():
+            if type(value) is int and (value, getattr(other, name)) == (0, 1):
+                return name
+    return ""
+
+
+def layer_number(module: Any) -> int:
+    """The layer of the cache that a module says it has, or -1."""
+    number = getattr(module, number_attribute(), None)
+    return number if isinstance(number, int) else -1
+
+
+def build_tiny() -> Any:
+    """A causal model of one layer. Random numbers of the script are not used up."""
+    model = _tiny_on_meta(1)
     model.to_empty(device="cpu")
     for tensor in (*model.parameters(), *model.buffers()):
         values = torch.linspace(-1, 1, tensor.numel()).sin() * (tensor.dim() + 1)

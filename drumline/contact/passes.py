@@ -6,6 +6,7 @@ An argument that is not listed may couple the rows of a batch, so such a batch i
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -37,6 +38,12 @@ def masks_windows(code: Mapping[str, Any]) -> bool:
 
     Where they are not known by name, prompts of such models stay whole."""
     return any(name in code for name in MASKS_OF_WINDOWS)
+
+
+def knows_masks_of_windows(code: Mapping[str, Any]) -> bool:
+    """True if transformers still has all of them, where this module of a model has its masks."""
+    modules = {sys.modules.get(getattr(value, "__module__", "")) for value in code.values()}
+    return all(any(hasattr(m, name) for m in modules) for name in MASKS_OF_WINDOWS)
 
 
 def undivided_inputs(inputs: Mapping[str, Any], batch: int) -> list[str]:

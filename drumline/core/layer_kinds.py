@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from drumline.contact.model_parts import number_attribute
 from drumline.core.pytree import TreeSpec, iter_values
-
-OWN_NUMBER = "layer_idx"
-"""The attribute in which layers of a kind differ."""
 
 PLAIN = (bool, int, float, str, torch.dtype, type(None))
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -71,7 +69,7 @@ def _settings(module: nn.Module) -> tuple[Any, ...]:
     return tuple(
         (name, _setting(own[name]))
         for name in sorted(own.keys() - OF_EVERY_MODULE)
-        if name != OWN_NUMBER
+        if name != number_attribute()
     )
 
 

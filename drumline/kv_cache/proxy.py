@@ -84,15 +84,16 @@ class CacheProxy:
             super().reset()  # type: ignore[misc]
         self.sync_versions()
 
-    def update(self, keys: Any, values: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        if layer_idx in self.remote_versions:
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        index = next((n for n in (*args, *kwargs.values()) if isinstance(n, int)), None)
+        if index in self.remote_versions:
             raise DrumlineError(
-                f"rank 0: layer {layer_idx} of this cache is on another rank, which would not get "
+                f"rank 0: layer {index} of this cache is on another rank, which would not get "
                 "keys and values that are put in here; call the model with the tokens, and it "
                 "makes them where they belong. If a rank was lost meanwhile, so was this cache: "
                 "start from an empty one."
             )
-        return super().update(keys, values, layer_idx, *args, **kwargs)  # type: ignore[misc]
+        return super().update(*args, **kwargs)  # type: ignore[misc]
 
     def sync_versions(self) -> None:
         """Take the placeholders as they are now for the versions that the other ranks have."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -29,9 +30,11 @@ from drumline.contact.cache_layers import (
     tiny_cache,
 )
 from drumline.contact.caches import cache_of
+from drumline.contact.passes import knows_masks_of_windows
 from drumline.contact.releases import READ, installed
 from drumline.kv_cache.pass_context import PassContext
 from drumline.pipeline.overlap import MicrobatchMixin
+from drumline.pipeline.remote_layer import cache_layers
 
 ROWS, TOKENS = 8, 64
 """Of a batch that is worth two groups: see `microbatch.groups_of_pass`."""
@@ -110,8 +113,10 @@ def _streams(model: Any) -> bool:
 
 
 def _chunks(model: Any) -> bool:
+    """They follow the layer that is last in the cache, and masks of windows are known by name."""
     model.prefill_chunk = 4
-    return _splits(model, 1, 8)
+    knows_masks = knows_masks_of_windows(vars(sys.modules[type(model).__module__]))
+    return knows_masks and cache_layers(model) == (0,) and _splits(model, 1, 8)
 
 
 def _mapped_weights(model: Any) -> bool:

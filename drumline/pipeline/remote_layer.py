@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from drumline.contact.caches import Cache
+from drumline.contact.model_parts import layer_number
 from drumline.core import pytree
 from drumline.core.layer_kinds import KindOutput, LayerKind
 from drumline.errors import DrumlineError
@@ -277,12 +278,6 @@ def cache_layers(module: nn.Module) -> tuple[int, ...]:
     The numbers of the innermost modules: a layer of LongCat-Flash holds two attentions, and its own
     number is that of neither.
     """
-    numbered = [child for child in module.modules() if _number(child) >= 0]
-    inner = [m for m in numbered if sum(_number(child) >= 0 for child in m.modules()) == 1]
-    return tuple(sorted({_number(child) for child in inner}))
-
-
-def _number(module: nn.Module) -> int:
-    """The layer of the cache that a module says it has, or -1."""
-    number = getattr(module, "layer_idx", None)
-    return number if isinstance(number, int) else -1
+    numbered = [child for child in module.modules() if layer_number(child) >= 0]
+    inner = [m for m in numbered if sum(layer_number(child) >= 0 for child in m.modules()) == 1]
+    return tuple(sorted({layer_number(child) for child in inner}))

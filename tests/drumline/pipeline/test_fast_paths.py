@@ -7,10 +7,11 @@ import warnings
 
 import pytest
 import torch
-from transformers import GenerationMixin
+from transformers import GenerationMixin, masking_utils
 from transformers.core_model_loading import Transpose, WeightConverter
 
-from drumline.contact import cache_layers, transformers_api
+from drumline.contact import cache_layers, model_parts, transformers_api
+from drumline.contact.passes import MASKS_OF_WINDOWS
 from drumline.pipeline import fast_paths
 from tests.conftest import ROOT
 
@@ -78,6 +79,21 @@ def test_a_static_layer_that_counts_in_python_is_told(fresh, monkeypatch):
     assert ": static layers do not happen" in line
 
 
+def test_masks_of_windows_by_another_name_are_told(fresh, monkeypatch):
+    """Models with windows would have their prompts whole, and the tiny one has none."""
+    (name, _) = MASKS_OF_WINDOWS
+    monkeypatch.delattr(masking_utils, name)
+    (line,) = told()
+    assert ": chunks of long prompts do not happen" in line
+
+
+def test_layers_that_no_longer_say_their_number_are_told(fresh, monkeypatch):
+    """Prompts stayed whole, and memory for pages was taken to be without an end."""
+    monkeypatch.setattr(model_parts, "number_attribute", lambda: "")
+    (line,) = told()
+    assert ": chunks of long prompts do not happen" in line
+
+
 @pytest.mark.parametrize("method", ["crop", "reorder_cache", "batch_select_indices"])
 def test_a_method_that_caches_no_longer_have_is_told(fresh, monkeypatch, method):
     """generate() would change placeholders by another name, and the script be blamed for it."""
@@ -105,6 +121,8 @@ def test_a_cache_that_transformers_renames_once_more_is_found_and_all_is_as_fast
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["renamed"] and answer["same"] and answer["guessed"] and answer["pair"]
-    assert answer["guessed over states"] and answer["batched"]
-    assert len(answer["splits"]) >= 5 and min(answer["splits"]) > 1
+    assert answer["guessed over states"] and answer["batched"] and answer["numbers"]
+    batch, prompt = [2, 4, 5], [3]  # two generations, the groups of each; chunks
+    passes = [8] * (len(answer["splits"]) - 4)  # beams, and a cache of the script by each name
+    assert sorted(answer["splits"]) == sorted([*batch, *prompt, *passes]) and len(passes) > 2
     assert all(answer["fast_paths"].values())

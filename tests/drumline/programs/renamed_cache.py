@@ -1,7 +1,8 @@
 """Renames once more what transformers' models call their cache, and runs two over two ranks.
 
 The word is replaced in the source of the installed release while it is imported: in parameters,
-arguments, outputs and what generate() hands on. So are attributes of caches and of their layers.
+arguments, outputs and what generate() hands on. So are attributes of caches, of their layers and
+of a model's.
 """
 
 import ast
@@ -46,6 +47,8 @@ class RenamingLoader(importlib.machinery.SourceFileLoader):
         else:
             source = re.sub(rf"(?<!batching\.)(?<!from \.)\b{OLD}\b", NEW, source)
             source = re.sub(r"\bis_croppable\b", rf"{NEW}_\g<0>", source)
+        if fullname.startswith("transformers.models."):
+            source = re.sub(r"\blayer_idx\b", rf"{NEW}_\g<0>", source)
         return self.source_to_code(source.encode(), path)
 
 
@@ -91,6 +94,7 @@ from drumline.contact.batching.paged_batches import PagedTables  # noqa: E402
 from drumline.contact.caches import pair_of  # noqa: E402
 from drumline.pipeline import fast_paths, microbatch  # noqa: E402
 from drumline.pipeline.microbatch_runner import MicrobatchRunner  # noqa: E402
+from drumline.pipeline.remote_layer import cache_layers  # noqa: E402
 
 warnings.simplefilter("ignore", FutureWarning)
 IDS = torch.randint(3, 64, (9, 7), generator=torch.Generator().manual_seed(5))
@@ -188,6 +192,8 @@ def main(path: str) -> None:
         == (plain.generate(IDS, do_sample=False, **OPTIONS)[:, 7:].tolist(), len(IDS)),
         "guessed": over_ranks(f"{path}/windows", guess) == guess(windows),
         "guessed over states": over_ranks(f"{path}/states", guess) == guess(states),
+        "numbers": [cache_layers(layer) for layer in plain.model.layers] == [(n,) for n in range(4)]
+        and not hasattr(plain.model.layers[0].self_attn, "layer_idx"),
         "pair": pair_of(EncoderDecoderCache(*caches)) == caches,
         "splits": cut,
         "fast_paths": checked,
