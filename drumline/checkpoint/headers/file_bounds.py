@@ -68,12 +68,14 @@ SAFETENSORS = _table(
 )
 GGUF = _table(
     Bound("version", int, 2, 3, "those that llama.cpp reads"),
-    Bound("tensor_count", int, 1, 1 << 16, "models have a few thousand tensors"),
-    Bound("kv_count", int, 1, 1 << 16, "files have less than a hundred fields"),
+    Bound("tensor_count", int, 1, 1 << 13, "models have a few thousand tensors"),
+    Bound("kv_count", int, 1, 1 << 10, "files have less than a hundred fields"),
     Bound("name length", int, 1, 64, "GGML_MAX_NAME"),
     Bound("key length", int, 1, (1 << 16) - 1, "the format's own limit"),
     Bound("string length", int, 0, 1 << 24, "chat templates have a few thousand bytes"),
-    Bound("array length", int, 0, 1 << 21, "vocabularies have less than a million tokens"),
+    Bound("array length", int, 0, 1 << 12, "one for each layer, or a few names"),
+    Bound("number of words", int, 0, 1 << 20, "vocabularies have less than a million tokens"),
+    Bound("precompiled_charsmap", int, 0, 1 << 18, "sentencepiece's have 240,000 bytes"),
     Bound("n_dims", int, 1, 4, "GGML_MAX_DIMS"),
     Bound("dimension", int, 1, (1 << 48) - 1, "no memory has more elements"),
     Bound("general.alignment", int, 1, 1 << 16, "files use 32"),

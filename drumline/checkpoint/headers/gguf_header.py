@@ -25,6 +25,11 @@ SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=T
 STRING, ARRAY = 8, 9
 MAX_VALUES = 4096
 """Of an array of numbers that is kept: one for each layer; of longer ones the length is."""
+MAX_ENTRIES = 1 << 21
+"""Of all arrays of a file: the library gguf makes an object of each, in some 25 us."""
+ENTRIES_OF_TOKEN = 16
+"""For each token: itself, its score and its type; files have up to three merges."""
+TOKENS, CHARACTERS = "tokenizer.ggml.tokens", "tokenizer.ggml.precompiled_charsmap"
 REQUIRED = ("block_count", "context_length", "embedding_length")
 """Fields without which llama.cpp loads no model; transformers takes another model's values."""
 
@@ -89,6 +94,7 @@ class _HeaderReader:
     block_sizes: Mapping[int, tuple[int, int]]
     fields: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, GgufTensorInfo] = field(default_factory=dict)
+    lengths: dict[str, int] = field(default_factory=dict)  # of arrays
 
     def read(self) -> GgufHeader:
         if self._take(4, "magic") != b"GGUF":
@@ -110,6 +116,7 @@ class _HeaderReader:
         if not isinstance(architecture, str):
             raise FieldError(f"general.architecture is {architecture!r:.60} and no name")
         check_model_fields(architecture, self.fields, self.tensors)
+        self._check_entries()
         return GgufHeader(architecture, self.fields, self.tensors, self.written)
 
     def __post_init__(self) -> None:
@@ -154,18 +161,29 @@ class _HeaderReader:
 
     def _array(self, key: str) -> Any:
         kind = self._number("I", key)
-        length = GGUF["array length"].check(self._number("Q", key), key)
+        if kind != STRING and kind not in SCALARS:
+            raise FieldError(
+                f"{key:.99} is an array of type {kind}; only numbers and strings may be"
+            )
+        name = "number of words" if key.startswith("tokenizer.") else "array length"
+        bound = GGUF["precompiled_charsmap" if key == CHARACTERS else name]
+        left = MAX_ENTRIES - sum(self.lengths.values())
+        self.lengths[key] = length = bound.check(self._number("Q", key), key, left)
         if kind == STRING:
             for _ in range(length):
                 self._string("string length", key)
             return ArrayLength(length)
-        if kind not in SCALARS:
-            raise FieldError(
-                f"{key:.99} is an array of type {kind}; only numbers and strings may be"
-            )
         format = f"<{length}{SCALARS[kind]}"
         data = self._take(struct.calcsize(format), key)
         return list(struct.unpack(format, data)) if length <= MAX_VALUES else ArrayLength(length)
+
+    def _check_entries(self) -> None:
+        """Raise FieldError for more entries of arrays than the tokens of the file can have."""
+        lengths, num_tokens = {**self.lengths, CHARACTERS: 0}, self.lengths.get(TOKENS, 0)
+        if sum(lengths.values()) > MAX_VALUES + ENTRIES_OF_TOKEN * num_tokens:
+            length, longest = max((length, key) for key, length in lengths.items())
+            problem = f"{length} entries, and others are there, too many for {num_tokens} tokens"
+            raise FieldError(f"{longest:.99} has {problem}")
 
     def _tensor_info(self) -> tuple[str, int, tuple[int, ...], int]:
         name = self._string("name length", f"tensor {len(self.tensors)}")
@@ -249,9 +267,9 @@ def _check_heads(
 
 def _check_vocabulary(fields: Mapping[str, Any], tensors: Mapping[str, GgufTensorInfo]) -> None:
     """Raise FieldError unless all that has one entry for each token has as many entries."""
-    if "tokenizer.ggml.tokens" not in fields:
+    if TOKENS not in fields:
         return
-    num_tokens = _array_length(fields, "tokenizer.ggml.tokens")
+    num_tokens = _array_length(fields, TOKENS)
     for name in ("scores", "token_type"):
         key = f"tokenizer.ggml.{name}"
         if key in fields and _array_length(fields, key) != num_tokens:
@@ -259,7 +277,7 @@ def _check_vocabulary(fields: Mapping[str, Any], tensors: Mapping[str, GgufTenso
     embedding = tensors.get("token_embd.weight")
     if embedding and embedding.shape[0] != num_tokens:
         raise FieldError(
-            f"tokenizer.ggml.tokens has {num_tokens} entries, but token_embd.weight has the shape "
+            f"{TOKENS} has {num_tokens} entries, but token_embd.weight has the shape "
             f"{list(embedding.shape)}"
         )
     for key, value in fields.items():

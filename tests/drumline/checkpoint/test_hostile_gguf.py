@@ -24,6 +24,7 @@ from tests.drumline.checkpoint.gguf_bytes import (
     I32,
     STRING,
     TENSOR_F16,
+    TENSOR_F32,
     TENSOR_I32,
     TENSOR_Q4_0,
     TENSOR_Q8_0,
@@ -98,6 +99,18 @@ def tensor_twice(parts):
 
 def half_blocks(parts):
     entry(parts)[1:3] = [[8, 128], TENSOR_Q8_0]
+
+
+def many_fields(parts):
+    parts.fields += [[f"x.{number}", U8, 0] for number in range(2000)]
+
+
+def many_tensors(parts):
+    parts.tensors += [[f"x.{number}", [1], TENSOR_F32, 0, b""] for number in range(9000)]
+
+
+def many_arrays(parts):
+    parts.fields += [[f"x.{number}", ARRAY, array_of(U8, 4000, bytes(4000))] for number in (1, 2)]
 
 
 def nested(count):
@@ -206,6 +219,21 @@ LIES = {
         fields("tokenizer.ggml.eos_token_id", U32, 64),
         "tokenizer.ggml.eos_token_id has token id=64",
     ),
+    "fields by the thousand": (many_fields, "kv_count=2015"),
+    "tensors by the thousand": (many_tensors, "tensor_count=9021"),
+    "numbers that are there": (
+        fields("x", ARRAY, array_of(U8, 5000, bytes(5000))),
+        "x has array length=5000",
+    ),
+    "arrays that are there": (many_arrays, "x.2 has 4000 entries, .* too many for 64 tokens"),
+    "merges that are there": (
+        fields("tokenizer.ggml.merges", ARRAY, array_of(STRING, 9000, bytes(72000))),
+        "tokenizer.ggml.merges has 9000 entries",
+    ),
+    "characters that are there": (
+        fields("tokenizer.ggml.precompiled_charsmap", ARRAY, array_of(U8, 1 << 19, bytes(1 << 19))),
+        "precompiled_charsmap=524288",
+    ),
     "bytes behind the end": (attribute("tail", bytes(64)), "64 bytes follow"),
 }
 for count in HUGE:
@@ -300,6 +328,15 @@ def test_a_file_that_does_not_lie_is_loaded_with_its_words(whole, file, checkpoi
     (weights,) = ranks(loading(file), 1)
     assert weights.keys() == plain.keys()
     assert all(torch.equal(weights[name], plain[name]) for name in plain)
+
+
+def test_the_merges_and_the_characters_of_a_vocabulary_are_no_lie(whole, file):
+    parts = whole.copy()
+    merges = array_of(STRING, 3 * 64, bytes(8 * 3 * 64))
+    parts.set("tokenizer.ggml.merges", ARRAY, merges)
+    parts.set("tokenizer.ggml.precompiled_charsmap", ARRAY, array_of(U8, 240_000, bytes(240_000)))
+    file.write_bytes(parts.to_bytes())
+    assert read_gguf_header(file).fields["tokenizer.ggml.precompiled_charsmap"].length == 240_000
 
 
 def test_a_type_that_cannot_be_made_numbers_of_is_named(whole, file, ranks_or_errors):
