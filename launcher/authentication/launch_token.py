@@ -71,9 +71,8 @@ class LaunchToken:
         drawn, check = characters[:NUM_DRAWN], characters[NUM_DRAWN:]
         if len(characters) != NUM_DRAWN + NUM_CHECKED or not {*characters} <= {*ALPHABET}:
             raise ValueError(
-                f"{len(characters)} characters are not a token, which has "
-                f"{NUM_DRAWN + NUM_CHECKED} letters and digits (or {NUM_HEX_DIGITS} hexadecimal "
-                f"digits). {ADVICE}"
+                f"{len(characters)} characters are not a token, which has {NUM_DRAWN + NUM_CHECKED}"
+                f" letters and digits (or {NUM_HEX_DIGITS} hexadecimal digits). {ADVICE}"
             )
         if check != _check_characters(drawn):
             raise ValueError(f"a character of the token is mistyped. {ADVICE}")
@@ -144,13 +143,13 @@ def write_file(path: str) -> LaunchToken:
 
 
 def of_node(
-    is_first: bool, path: str | None, is_insecure: bool, join_command: str = ""
+    is_first: bool, path: str | None, is_insecure: bool | None, join_command: str = ""
 ) -> LaunchToken:
     """The token of a launch over several nodes: from the file, a variable, the terminal.
 
     On the first node one is drawn if there is none: into the file, or shown on the terminal, with
-    join_command, the line to be typed on the others, which ask for it there. Raises ValueError
-    where there is neither.
+    join_command, the line to be typed on the others, which ask for it there. is_insecure: None of a
+    command that has no --insecure. Raises ValueError where there is neither.
     """
     variable_token = take(os.environ)
     if is_insecure:
@@ -169,11 +168,12 @@ def of_node(
         return token
     if not is_first and sys.stdin is not None and sys.stdin.isatty():
         return LaunchToken.parse(_typed())
+    option = " --insecure goes without." * (is_insecure is not None)
     raise ValueError(
         "a launch over several machines needs a token, or whoever reaches its port could become a "
         f"rank, and nothing was started. Set {VARIABLE} or --token-file FILE to the same one on "
-        "each machine (on the first, a FILE that is not there gets a new one), or start on a "
-        "terminal, which shows and asks for it. --insecure goes without."
+        "each (on the first, a FILE that is not there gets a new one), or start on a terminal, "
+        f"which shows and asks for it.{option}"
     )
 
 

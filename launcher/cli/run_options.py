@@ -225,4 +225,4 @@ def _address_for_others() -> str:
 
 def token_to_join(options: argparse.Namespace) -> LaunchToken:
     """The token of a launch that runs elsewhere. There is no going without: it gives commands."""
-    return launch_token.of_node(False, options.token_file, is_insecure=False)
+    return launch_token.of_node(False, options.token_file, is_insecure=None)

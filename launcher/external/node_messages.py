@@ -25,7 +25,7 @@ from typing import Any
 import launcher
 from launcher import timings
 from launcher.authentication.framed_connection import FramedConnection, NoMessage
-from launcher.authentication.launch_token import ADVICE, LaunchToken
+from launcher.authentication.launch_token import VARIABLE, LaunchToken
 from launcher.job import Job
 
 ASKS = -1  # the number of a node that comes without one
@@ -137,7 +137,8 @@ def token_of(job: Job) -> LaunchToken:
     if job.token is None:
         raise ValueError(
             f"a launch over {job.nnodes} nodes has no token, so whoever reaches it could become a "
-            f"rank, and nothing was started. {ADVICE}"
+            f"rank, and nothing was started. Set {VARIABLE} to the same 64 hexadecimal digits on "
+            "each machine (`openssl rand -hex 32`)."
         )
     return job.token
 

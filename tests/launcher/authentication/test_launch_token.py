@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from launcher.authentication import launch_token
 from launcher.authentication.launch_token import ALPHABET, LaunchToken
+from launcher.cli import run_options
 
 
 def test_a_token_has_130_random_bits_and_is_never_drawn_twice():
@@ -135,6 +136,8 @@ def test_a_prompt_that_is_left_or_given_no_text_is_an_error_in_words(monkeypatch
 def test_without_a_terminal_no_token_is_drawn_for_a_log():
     with pytest.raises(ValueError, match="--insecure goes without"):
         launch_token.of_node(True, None, False)
+    with pytest.raises(ValueError, match=r"asks for it\.$"):  # `drumline join` has no --insecure
+        run_options.token_to_join(SimpleNamespace(token_file=None))
 
 
 def test_insecure_is_another_token_than_any_that_is_drawn_and_says_what_it_lets_in(caplog):
