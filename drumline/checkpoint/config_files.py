@@ -26,7 +26,7 @@ from drumline.contact.loading.models import ANY_MODEL, causal_class_reference, c
 from drumline.contact.releases import installed
 from drumline.errors import CheckpointError, blamed_on_file
 
-LAYER_COUNT_SUFFIXES = (
+LAYER_COUNTS = (
     "_num_layers",
     "hidden_layers",
     "coder_layers",
@@ -35,6 +35,8 @@ LAYER_COUNT_SUFFIXES = (
     "_depth",
 )
 """Endings of the names, with _ before them, of fields that hold a number of layers."""
+MAX_CONFIG_VALUES = 100_000
+"""transformers copies them several times. Those with most name each of 22,000 labels twice."""
 LAYERS_OF_MODEL = ("num_hidden_layers", "n_layer")
 """Fields that no model has as 0: transformers would make one without any layer."""
 
@@ -153,24 +155,24 @@ def _check_numbers(folder: Path, content: Mapping[str, Any], index: Index) -> No
     To make them all would take hours and all memory, for nothing.
     """
     most = max(len(index), MAX_LAYERS)
-    for name, value in _all_fields(content):
-        least, bound = int(name in LAYERS_OF_MODEL), CONFIG.get(name, CONFIG.get(_last_word(name)))
-        is_number = type(value) in (int, float)
-        if is_number and f"_{name}".endswith(LAYER_COUNT_SUFFIXES) and not least <= value <= most:
-            raise CheckpointError(
-                f"{folder}/config.json has {name}={value!r:.20}, but the files hold {len(index)} "
-                "tensors. Take the config.json that was saved with these files."
-            )
-        is_flag = isinstance(value, bool) and name not in CONFIG
-        if value is None or is_flag or not (is_number or bound):
-            continue  # nothing, or what transformers checks
-        try:
+    try:
+        for number, (name, value) in enumerate(_all_fields(content)):
+            if number == MAX_CONFIG_VALUES:
+                raise FieldError(f"more than {MAX_CONFIG_VALUES} values, up to {name}")
+            least = int(name in LAYERS_OF_MODEL)
+            bound = CONFIG.get(name, CONFIG.get(_last_word(name)))
+            is_number, is_count = type(value) in (int, float), f"_{name}".endswith(LAYER_COUNTS)
+            if is_number and is_count and not least <= value <= most:
+                raise FieldError(f"{name}={value!r:.20}, but the files hold {len(index)} tensors")
+            is_flag = isinstance(value, bool) and name not in CONFIG
+            if value is None or is_flag or not (is_number or bound):
+                continue  # nothing, or what transformers checks
             replace(bound or OF_TYPE[type(value)], name=name).check(value)
-        except FieldError as error:
-            raise CheckpointError(
-                f"{folder}/config.json has {error}. Take the config.json that was saved with "
-                "these files."
-            ) from error
+    except FieldError as error:
+        raise CheckpointError(
+            f"{folder}/config.json has {error}. Take the config.json that was saved with these "
+            "files."
+        ) from error
 
 
 def _last_word(name: str) -> str:

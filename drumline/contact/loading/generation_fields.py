@@ -49,9 +49,9 @@ def _is_decay(value: Any) -> bool:
 
 
 def _is_bias(value: Any) -> bool:
-    """True for the tokens of a sequence with a number."""
-    is_pair = isinstance(value, list) and len(value) == 2
-    return is_pair and bool(value[0]) and _is_list_of_integers(value[0]) and _is_number(value[1])
+    """True for the tokens of a sequence with a number, which is finite in 32 bits, too."""
+    is_pair = isinstance(value, list) and len(value) == 2 and _is_number(value[1])
+    return is_pair and bool(value[0]) and _is_list_of_integers(value[0]) and abs(value[1]) <= 1e30
 
 
 KINDS: Mapping[str, Callable[[Any], bool]] = {
@@ -60,12 +60,14 @@ KINDS: Mapping[str, Callable[[Any], bool]] = {
     "an integer of 32 bits": _is_integer,
     "an integer of 32 bits, or a list of them": _or_list_of(_is_integer),
     "a list of integers of 32 bits": _is_list_of_integers,
+    "a positive integer of 32 bits": lambda value: _is_integer(value) and value > 0,
     "a finite number of 64 bits": _is_number,
+    "a finite number, 0 or at least 1e-30": lambda v: _is_number(v) and not 0 < abs(v) < 1e-30,
     "a text": _is_text,
     "a text, or a list of them": _or_list_of(_is_text),
     "a list of two numbers": _is_decay,
     "a list": lambda value: isinstance(value, list),
-    "a list of pairs of tokens and a bias": lambda value: _is_list_of(_is_bias, value),
+    "a list of pairs of tokens and a bias up to 1e30": lambda value: _is_list_of(_is_bias, value),
     "an object": lambda value: isinstance(value, dict),
 }
 

@@ -436,6 +436,14 @@ def test_a_config_with_more_labels_than_any_model_has_is_refused_at_once(llama, 
         read_config(llama)
 
 
+def test_a_config_with_more_values_than_any_model_has_is_refused_at_once(llama):
+    """transformers copied them again and again, for longer than a second for 100,000."""
+    factors = {"rope_type": "longrope", "long_factor": [1.0] * 200_000, "factor": 2.0}
+    configured(llama, rope_scaling=factors)
+    with seconds(10), pytest.raises(CheckpointError, match=r"config\.json has .* to long_factor"):
+        read_config(llama)
+
+
 def test_a_model_may_have_more_layers_than_tensors_where_layers_share_them(checkpoints):
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
     sizes |= {"num_hidden_layers": 60, "vocab_size": 9, "embedding_size": 8}
@@ -677,6 +685,10 @@ GENERATION_FIELDS = [
     ("exponential_decay_length_penalty", {"0": 1}, "a list of two numbers"),
     ("sequence_bias", [[]], "a list of pairs"),  # was an IndexError of generate()
     ("sequence_bias", [None], "a list of pairs"),
+    ("sequence_bias", [[[1], 1e300]], "a list of pairs"),  # infinite, as these are in 32 bits
+    ("temperature", 1e-320, "a finite number, 0 or"),  # which 32 bits take for 0
+    ("repetition_penalty", -1e-320, "a finite number, 0 or"),
+    ("prefill_chunk_size", 0, "a positive integer"),  # was a RuntimeError of generate()
     ("cache_config", 1, "an object"),
 ]
 
