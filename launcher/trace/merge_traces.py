@@ -115,6 +115,9 @@ def _check(event: dict[str, Any]) -> None:
     """Raise ValueError, KeyError or TypeError for an event that this package would not write."""
     if event["ph"] not in ("X", "M") or type(event["pid"]) is not int:
         raise ValueError(f"an event of an unknown kind: {event}")
+    # A TypeError if one of them is not a number; NaN is not below.
+    if not all(abs(event.get(name, 0)) < MAX_TIME_US for name in ("ts", "dur")):
+        raise ValueError(f"an event out of all time: {event!s:.200}")
     if event["ph"] == "X":
         if missing := {"name", "cat", "tid", "ts", "dur"} - event.keys():
             raise ValueError(f"an event without {', '.join(sorted(missing))}: {event}")
@@ -123,9 +126,6 @@ def _check(event: dict[str, Any]) -> None:
             raise ValueError(f"a name, kind, thread or arguments of another type: {event!s:.200}")
         if event["cat"] not in COLOURS:
             raise ValueError(f"an event that is none of {', '.join(COLOURS)}: {event!s:.200}")
-        times = (abs(event["ts"]), event["dur"])  # a TypeError if one of them is not a number
-        if not all(time_us < MAX_TIME_US for time_us in times):  # nor is NaN
-            raise ValueError(f"an event out of all time: {event!s:.200}")
         if not event["dur"] >= 0 * event["ts"]:
             raise ValueError(f"an event that ends before it starts: {event}")
 

@@ -243,6 +243,8 @@ def _span(start, took, **other):
         ([_span(1, -1)], "ends before it starts"),
         ([_span("now", 1)], "TypeError"),
         ([_span(10**400, 1)], "out of all time"),
+        ([{"ph": "M", "pid": 0, "ts": "now"}], "TypeError"),  # sorted by it, --into named no file
+        ([{"ph": "M", "pid": 0, "ts": 10**400}], "out of all time"),
         ([_span(1, float("nan"))], "out of all time"),
         ([_span(1, 1, ph="Q")], "unknown kind"),
         *[([_span(1, 1, **{name: {}})], "of another type") for name in ("name", "cat", "tid")],
