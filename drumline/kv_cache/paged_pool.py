@@ -88,25 +88,22 @@ class PagedPool:
                     at, to = sources.to(tensor.device), targets.to(tensor.device)
                     tensor.index_copy_(0, to, tensor.index_select(0, at))
 
-    def update(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        layer: int,
-        kwargs: dict[str, Any] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, *args: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep new keys and values, [1, heads, tokens, width]; returns all that attention reads.
 
-        kwargs: of the attention that follows, which is told there how to tell the sequences apart.
+        What models name differently comes in one order: keys, values, the number of the layer, and
+        the arguments of the attention that follows, which is told there how to tell the sequences
+        apart.
         """
-        if kwargs is None:
+        keys, values, layer, *rest = (*args, *named.values())
+        if not (rest and isinstance(rest[0], dict)):
             raise DrumlineError(
                 f"the attention of layer {layer} cannot be told which tokens belong together, so "
                 "this model cannot be batched continuously; use generate()."
             )
         kind = self.shape.kinds[layer]
         step = self._steps[kind] = self._steps[kind].on(keys.device)
-        kwargs.update(attention_arguments(step.query_ends, step.key_ends, step.spans))
+        rest[0].update(attention_arguments(step.query_ends, step.key_ends, step.spans))
         pages = self._pages(layer, keys, values)
         pairs = zip(pages, (keys, values), strict=True)
         is_window = bool(self.shape.windows[kind])

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from drumline.contact import transformers_api
+from drumline.contact.model_parts import layer_number
 from drumline.errors import DrumlineError
 
 api = transformers_api.continuous_batching()
@@ -156,6 +157,10 @@ def _by_sequence(attend: Callable[..., Any]) -> Callable[..., Any]:
         sequences: Spans | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
+        for name in [name for name, pages in kwargs.items() if hasattr(pages, "begin_step")]:
+            pages = kwargs.pop(name)  # the model left it to the attention, as all did before 5.24
+            key, value = pages.update(key, value, layer_number(module), kwargs)
+            sequences = kwargs.pop("sequences")
         if sequences is None:
             return attend(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
 
@@ -197,7 +202,15 @@ def _eager(
         attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill_(
             ~attention_mask, lowest
         )
-    return api.eager_paged_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    tensors = query, key, value, attention_mask
+    return api.eager_paged_attention_forward(module, *tensors, cache=_AsTheyAre(), **kwargs)
+
+
+class _AsTheyAre:
+    """Stands for the pages that eager attention asks for before 5.24, which are filled already."""
+
+    def update(self, key_states: Any, value_states: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return key_states, value_states
 
 
 def register_attention() -> None:

@@ -52,7 +52,7 @@ class Pools(Protocol):
 
     def begin_step(self, *tensors: torch.Tensor) -> None: ...
     def copy_tokens(self, kind: int, sources: torch.Tensor, targets: torch.Tensor) -> None: ...
-    def update(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def kept_manager(model: Any, driver: Any) -> Any:
@@ -92,15 +92,9 @@ class PagedTables(Tables):  # type: ignore[misc]
         self.pools = make_pools(kinds, num_tokens, windows)
         self.pool_number = self.pools.number
 
-    def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        kwargs: dict[str, Any] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep the keys and values of a layer of rank 0; returns all that it attends to."""
-        return self.pools.update(key_states, value_states, layer_idx, kwargs)
+        return self.pools.update(*args, **kwargs)
 
     def get_seq_length(self, *_: Any) -> int:
         raise DrumlineError(

@@ -2,7 +2,7 @@
 
 The word is replaced in the source of the installed release while it is imported: in parameters,
 arguments, outputs and what generate() hands on. So are attributes of caches, of their layers and
-of a model's.
+of a model's, and an argument with which attention puts keys into a cache.
 """
 
 import ast
@@ -20,6 +20,7 @@ MODULES = (
     "transformers.generation.candidate_generator",
     "transformers.generation.continuous_batching",
     "transformers.generation.utils",
+    "transformers.integrations.sdpa_attention",
     "transformers.masking_utils",
     "transformers.modeling_layers",
     "transformers.modeling_outputs",
@@ -47,8 +48,8 @@ class RenamingLoader(importlib.machinery.SourceFileLoader):
         else:
             source = re.sub(rf"(?<!batching\.)(?<!from \.)\b{OLD}\b", NEW, source)
             source = re.sub(r"\bis_croppable\b", rf"{NEW}_\g<0>", source)
-        if fullname.startswith("transformers.models."):
-            source = re.sub(r"\blayer_idx\b", rf"{NEW}_\g<0>", source)
+        if fullname.startswith(("transformers.models.", "transformers.integrations.")):
+            source = re.sub(r"(?<=\.)layer_idx\b|\bkwargs(?==kwargs\b)", rf"{NEW}_\g<0>", source)
         return self.source_to_code(source.encode(), path)
 
 
