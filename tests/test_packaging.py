@@ -281,7 +281,7 @@ def test_a_name_that_a_release_took_away_is_an_error_that_says_what_to_do():
         "except drumline.MissingPackage as error:\n    print(error)"
     )
     command = [sys.executable, "-c", program]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    output = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True).stdout
     installed, newest = releases.installed("transformers"), releases.READ["transformers"][-1]
     assert output.startswith(f"transformers {installed} does not have what") and output.endswith(
         f"; pip install 'transformers=={newest}', the newest that was read.\n"

@@ -48,14 +48,19 @@ def test_printf_of_c_code_is_not_lost_at_a_crash(command):
     assert "[0] from C" in command.run("run", "-n", "1", script).out
 
 
-def test_a_slow_reader_loses_nothing_and_does_not_hide_a_failure(command):
+def test_a_slow_reader_loses_nothing_and_does_not_hide_a_failure(command, tmp_path):
     """The pipe is full from the start, and nobody reads until the launch must be over."""
     script = command.script(
-        "import launcher, time\n"
-        "if launcher.current().rank: time.sleep(0.5); raise ValueError('unseen')\n"
-        "for i in range(1_000_000): print('line', i)"
+        "import launcher, pathlib, sys, time\n"
+        "has_begun = pathlib.Path(sys.argv[1])\n"
+        "if launcher.current().rank:\n"
+        "    while not has_begun.exists(): time.sleep(0.1)\n"
+        "    time.sleep(0.5); raise ValueError('unseen')\n"
+        "for i in range(1_000_000):\n"
+        "    print('line', i, flush=i == 2_000)\n"
+        "    if i == 2_000: has_begun.touch()"
     )
-    process = command.start("run", "-n", "2", script)
+    process = command.start("run", "-n", "2", script, tmp_path / "has_begun")
     deadline = time.monotonic() + 30
     time.sleep(0.5)
     while len(command.left()) > 1 and time.monotonic() < deadline:
