@@ -30,6 +30,8 @@ NEVER = 1 << 40
 MIN_CHUNKS, MAX_CHUNKS_PER_STAGE = 4, 16
 """Of a prompt: with fewer, the pipeline is half empty; each is a thread on its way."""
 
+GROWING_POSITIONS = frozenset(("dynamic", "longrope"))
+
 GROUPS_PER_STAGE = 4
 """The more groups, the shorter are the times in which the pipeline fills and empties."""
 
@@ -116,9 +118,16 @@ def may_be_chunked(inputs: Mapping[str, Any], past: int, size: int) -> bool:
 
 def keeps_no_state(config: Any) -> bool:
     """True if a pass leaves nothing behind in the model that another pass would see."""
-    rope = repr(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
     is_text_alone = config.get_text_config() is config and not config.is_encoder_decoder
-    return is_text_alone and not any(kind in rope for kind in ("dynamic", "longrope"))
+    return is_text_alone and not _holds_growing_positions(vars(config))
+
+
+def _holds_growing_positions(settings: Mapping[str, Any]) -> bool:
+    """True if settings of positions, by any name, are of a kind that changes with longer texts."""
+    has_factor = any("factor" in str(name) for name in settings)
+    kinds = {value for value in settings.values() if isinstance(value, str)} if has_factor else ()
+    inner = [value for value in settings.values() if isinstance(value, Mapping)]
+    return not GROWING_POSITIONS.isdisjoint(kinds) or any(map(_holds_growing_positions, inner))
 
 
 def pad_together(parts: Sequence[torch.Tensor], padding: int) -> torch.Tensor:

@@ -12,7 +12,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM, StaticCache
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    StaticCache,
+)
 
 from drumline import DrumlineError
 from drumline.contact.caches import cache_key, cache_of, with_cache, without_caches
@@ -33,6 +39,26 @@ def test_groups_are_all_rows_once_in_order_and_nearly_equal(batch, groups):
     assert [row for part in found for row in range(batch)[part]] == list(range(batch))
     sizes = {part.stop - part.start for part in found}
     assert len(found) == groups and max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("name", ["rope_parameters", "positions_by_another_name"])
+def test_positions_that_grow_with_the_text_keep_a_batch_whole_whatever_their_name(name):
+    """Such a pass changes what the next one computes with, so rows must not follow each other."""
+    kinds = {
+        "dynamic": {"factor": 2.0},
+        "longrope": {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0},
+        "linear": {"factor": 2.0},
+        "default": {},
+    }
+    for kind, settings in kinds.items():
+        by_layers = {"full_attention": {"rope_type": kind, **settings}}
+        for value in (by_layers["full_attention"], by_layers):
+            config = LlamaConfig()
+            del config.rope_parameters
+            setattr(config, name, value)
+            assert microbatch.keeps_no_state(config) == (kind in ("linear", "default")), kind
+    config.quantization_config = {"activation_scheme": "dynamic"}
+    assert microbatch.keeps_no_state(config)
 
 
 @given(st.integers(1, 500), st.integers(1, 4096), st.integers(2, 16))
