@@ -31,6 +31,7 @@ MIN_CHUNKS, MAX_CHUNKS_PER_STAGE = 4, 16
 """Of a prompt: with fewer, the pipeline is half empty; each is a thread on its way."""
 
 GROWING_POSITIONS = frozenset(("dynamic", "longrope"))
+"""Kinds of positions that a pass with a longer text changes for all passes after it."""
 
 GROUPS_PER_STAGE = 4
 """The more groups, the shorter are the times in which the pipeline fills and empties."""

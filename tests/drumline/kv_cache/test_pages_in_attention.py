@@ -38,8 +38,8 @@ def test_attention_that_is_given_the_pages_fills_them_itself(name):
     both = pool_in_step().update(keys, values, 0, by_model)
     expected = attend(module, query, *both, None, **by_model)[0]
     pages = {"zebra": pool_in_step()}  # called cache, until it may have another name
-    found = attend(module, query, keys, values, None, scaling=0.5, **pages)[0]
-    assert torch.equal(found, expected)
+    attended = attend(module, query, keys, values, None, scaling=0.5, **pages)[0]
+    assert torch.equal(attended, expected)
 
 
 def test_pages_take_arguments_by_whatever_names():
@@ -47,5 +47,5 @@ def test_pages_take_arguments_by_whatever_names():
     keys = torch.arange(40.0).view(1, 2, QUERIES, 4)
     by_place, by_name = {}, {}
     expected = pool_in_step().update(keys, -keys, 0, by_place)
-    found = pool_in_step().update(key_states=keys, value_states=-keys, number=0, options=by_name)
-    assert all(map(torch.equal, found, expected)) and by_name.keys() == by_place.keys()
+    kept = pool_in_step().update(key_states=keys, value_states=-keys, number=0, options=by_name)
+    assert all(map(torch.equal, kept, expected)) and by_name.keys() == by_place.keys()

@@ -15,19 +15,19 @@ class Left(Exception):
 @pytest.mark.parametrize("has_sent", [True, False])
 def test_a_message_that_came_while_it_looked_away_is_not_lost(has_sent):
     """Whoever sent it left right after: seen first, that took the answer from the others."""
-    ours, theirs = map(Connection, socket.socketpair())
+    receiver, sender = map(Connection, socket.socketpair())
 
     def idle():
         if has_sent:
-            theirs.send("the answer", time.monotonic() + 10)
+            sender.send("the answer", time.monotonic() + 10)
         raise Left
 
     try:
         if has_sent:
-            assert ours.receive(time.monotonic() + 10, idle) == "the answer"
+            assert receiver.receive(time.monotonic() + 10, idle) == "the answer"
         else:
             with pytest.raises(Left):
-                ours.receive(time.monotonic() + 10, idle)
+                receiver.receive(time.monotonic() + 10, idle)
     finally:
-        ours.close()
-        theirs.close()
+        receiver.close()
+        sender.close()
