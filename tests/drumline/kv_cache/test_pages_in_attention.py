@@ -38,8 +38,8 @@ def test_attention_that_is_given_the_pages_fills_them_itself(name):
     both = pool_in_step().update(keys, values, 0, by_model)
     expected = attend(module, query, *both, None, **by_model)[0]
     pages = {"zebra": pool_in_step()}  # called cache, until it may have another name
-    attended = attend(module, query, keys, values, None, scaling=0.5, **pages)[0]
-    assert torch.equal(attended, expected)
+    in_pages = attend(module, query, keys, values, None, scaling=0.5, **pages)[0]
+    assert torch.equal(in_pages, expected)
 
 
 def test_pages_take_arguments_by_whatever_names():

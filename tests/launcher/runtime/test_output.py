@@ -60,10 +60,10 @@ def test_a_slow_reader_loses_nothing_and_does_not_hide_a_failure(command, tmp_pa
         "    print('line', i, flush=i == 2_000)\n"
         "    if i == 2_000: has_begun.touch()"
     )
-    process = command.start("run", "-n", "2", script, tmp_path / "has_begun")
-    deadline = time.monotonic() + 30
-    time.sleep(0.5)
-    while len(command.left()) > 1 and time.monotonic() < deadline:
+    has_begun = tmp_path / "has_begun"
+    process = command.start("run", "-n", "2", script, has_begun)
+    deadline = time.monotonic() + 60
+    while (not has_begun.exists() or len(command.left()) > 1) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert len(command.left()) == 1, "only the launcher waits for its reader"
     out, err = process.communicate(timeout=20)
