@@ -27,7 +27,7 @@ from drumline.contact.caches import is_cache
 from drumline.errors import DrumlineError, PeerLost, PlanError
 from drumline.pipeline.paged_generation import tried_manager
 from drumline.serving.grammar import JsonGrammar
-from drumline.serving.one_by_one import OneByOne
+from drumline.serving.one_by_one import generate_alone
 from drumline.serving.sampling import SamplingParams, TokenLogprob, TokenSampler
 
 log = logging.getLogger("drumline")
@@ -228,9 +228,8 @@ class Scheduler:
         return is_first
 
 
-Batch = OneByOne
-"""A part of the sequences, computed in steps: mostly by transformers' manager, in whose place
-OneByOne stands."""
+Batch = Any
+"""A part of the sequences, computed in steps by transformers' manager."""
 
 
 class BatchScheduler(Scheduler):
@@ -247,7 +246,7 @@ class BatchScheduler(Scheduler):
         self.end_tokens = {eos} if isinstance(eos, int) else set(eos or ())
         self.vocabulary = model.get_input_embeddings().num_embeddings
         self._model, self._chunk = model, limits.max_length
-        self._scoring_thread = ThreadPoolExecutor(1)
+        self._alone = ThreadPoolExecutor(1)  # for what has passes of its own
         self._batch_of: dict[int, Batch] = {}
         self._batches = self._made_batches(model)
         self._threads = [threading.Thread(target=self._run, args=(b,)) for b in self._batches]
@@ -257,15 +256,16 @@ class BatchScheduler(Scheduler):
 
     @property
     def num_running(self) -> int:
-        return min(len(self._open), sum(batch.num_running for batch in self._batches))
+        most = sum(batch.num_running for batch in self._batches) if self._batches else 1
+        return min(len(self._open), most)
 
     @property
     def pool_usage(self) -> float:
-        usages = [batch.pool_usage for batch in self._batches if self.num_running]
-        return sum(usages) / len(self._batches)
+        usages: list[float] = [b.pool_usage for b in self._batches if self.num_running]
+        return sum(usages) / max(len(self._batches), 1)
 
     def _made_batches(self, model: Any) -> list[Batch]:
-        """Managers of batches, or OneByOne if a step shows that the model has none over pages."""
+        """Managers of batches; none if a step shows that the model has none over pages."""
         limits = self.limits
         alone, beside = CHUNK_TOKENS.get(model.device.type, CHUNK_ON_ACCELERATOR)
         make = functools.partial(
@@ -292,12 +292,12 @@ class BatchScheduler(Scheduler):
                 *(type(model).__name__, str(error) or repr(error)),
             )
         self.limits = replace(limits, max_running=1)
-        return [OneByOne(model, self._choose)]
+        return []
 
     def close(self) -> None:
         """End every sequence with an error; return when no step runs."""
         super().close()
-        self._scoring_thread.shutdown(cancel_futures=True)
+        self._alone.shutdown(cancel_futures=True)
         for batch in self._batches:
             _stop(batch)
         for thread in self._threads:
@@ -306,19 +306,20 @@ class BatchScheduler(Scheduler):
     def _start(self, sequences: dict[int, Generation]) -> None:
         for number, item in sequences.items():
             if item.params.scores_prompt and not item.new_tokens:
-                self._scoring_thread.submit(self._score, number, item)
+                self._alone.submit(self._compute_alone, number, item, self._score_prompt)
+            elif not self._batches:
+                self._alone.submit(self._compute_alone, number, item, self._generate)
             else:
                 loads = [*self._batch_of.values()]
                 self._add(number, min(self._batches, key=loads.count))
 
-    def _score(self, number: int, item: Generation) -> None:
-        """Score a prompt by passes of its own, of which the last brings the first token."""
+    def _compute_alone(
+        self, number: int, item: Generation, compute: Callable[[int, Generation], None]
+    ) -> None:
+        """Compute a sequence by itself, to its end or until a batch can go on with it."""
         try:
-            if item.cancel_reason is None:
-                logits = self._score_prompt(item)
-                with self._lock:
-                    self.num_new_tokens += 1
-                    item.append(item.sample(logits))
+            if item.cancel_reason is None and not item.is_done:
+                compute(number, item)
         except PeerLost as error:
             self.fail(error)
         except Exception as error:  # it ends this sequence, and no other
@@ -328,9 +329,14 @@ class BatchScheduler(Scheduler):
             if number in self._open:
                 self._start({number: item})
 
+    def _generate(self, number: int, item: Generation) -> None:
+        name = [str(number)]
+        choose = functools.partial(self._choose, name, name)
+        generate_alone(self._model, item.tokens, choose, lambda: number not in self._open)
+
     @torch.no_grad()
-    def _score_prompt(self, item: Generation) -> torch.Tensor:
-        """The logits behind a prompt, whose log-probabilities the item keeps."""
+    def _score_prompt(self, number: int, item: Generation) -> None:
+        """Score a prompt by passes of its own, of which the last brings the first token."""
         tokens, num_top = item.prompt, item.params.num_logprobs or 0
         cache: dict[str, Any] = {}
         logits, item.prompt_logprobs = torch.empty(0), []
@@ -341,7 +347,9 @@ class BatchScheduler(Scheduler):
             logits = output.logits[0]
             for place, token in enumerate(tokens[start + 1 : start + len(logits) + 1]):
                 item.prompt_logprobs.append(TokenLogprob.of(token, logits[place], num_top))
-        return logits[-1]
+        with self._lock:
+            self.num_new_tokens += 1
+            item.append(item.sample(logits[-1]))
 
     def _add(self, number: int, batch: Batch) -> None:
         self._batch_of[number] = batch
@@ -365,8 +373,8 @@ class BatchScheduler(Scheduler):
             for name, token in zip(names_with_token, tokens, strict=True):
                 if (item := self._open.get(int(name))) is not None:
                     self.num_new_tokens += 1
-                    if not item.new_tokens:
-                        item.num_cached = self._batch_of[int(name)].num_cached(name)
+                    if not item.new_tokens and (batch := self._batch_of.get(int(name))):
+                        item.num_cached = batch.num_cached(name)
                     item.append(token)
             for number in map(int, names):
                 self._leave_if_over(number)
