@@ -33,50 +33,12 @@ VLLM_NAMES = {
 """By the name here, that of the same metric of `vllm serve`."""
 
 
-class SchedulerCollector(Collector):  # type: ignore[misc]
-    """The scheduler's own counts, read when somebody asks for the metrics."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-
-    def collect(self) -> Iterator[Metric]:
-        now, counter, gauge = self.scheduler, CounterMetricFamily, GaugeMetricFamily
-        for kind, name, text, value in (
-            (counter, "new_tokens", "Generated tokens.", now.num_new_tokens),
-            (counter, "restarts", "Times that the ranks were restarted.", now.num_restarts),
-            (gauge, "requests_running", "Sequences in a batch now.", now.num_running),
-            (gauge, "requests_waiting", "Sequences in the queue now.", now.num_waiting),
-            (gauge, "pool_usage", "Share of the pages that sequences have.", now.pool_usage),
-            (gauge, "ranks_missing", "Ranks that did not come up again.", now.num_missing_ranks),
-            (gauge, "largest_batch", "Most sequences of one batch so far.", now.largest_batch),
-        ):
-            yield kind(f"drumline_{name}", text, value=value)
-
-
-class VllmNames(Collector):  # type: ignore[misc]
-    """The metrics of a registry once more, by vLLM's names and with its label of the model."""
-
-    def __init__(self, registry: CollectorRegistry, model: str) -> None:
-        self._registry, self._labels = registry, {"model_name": model}
-
-    def collect(self) -> Iterator[Metric]:
-        for family in self._registry.collect():
-            if name := VLLM_NAMES.get(family.name):
-                metric = Metric(name, family.documentation, family.type)
-                for sample in family.samples:
-                    labels = {**sample.labels, **self._labels}
-                    suffix = sample.name.removeprefix(family.name)
-                    metric.samples.append(sample._replace(name=name + suffix, labels=labels))
-                yield metric
-
-
-class ServerMetrics:
+class ServerMetrics(Collector):  # type: ignore[misc]
     """Counters and latencies of one server, in a registry of its own."""
 
     def __init__(self, scheduler: Scheduler, model: str) -> None:
-        self.registry, self._vllm_registry = CollectorRegistry(), CollectorRegistry()
-        self.registry.register(SchedulerCollector(scheduler))
-        self._vllm_registry.register(VllmNames(self.registry, model))
+        self.registry, self._scheduler = CollectorRegistry(), scheduler
+        self._labels = {"model_name": model}
         text = "HTTP responses by path and status."
         self.responses = self._counter("requests", text, "path", "status")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of finished prompts.")
@@ -93,6 +55,33 @@ class ServerMetrics:
         name = f"drumline_{name}_seconds"
         return Histogram(name, text, buckets=BUCKETS_S, registry=self.registry)
 
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, and those of VLLM_NAMES once more, with vLLM's label of the model."""
+        families = [*self._counts(), *self.registry.collect()]
+        yield from families
+        for family in families:
+            if name := VLLM_NAMES.get(family.name):
+                metric = Metric(name, family.documentation, family.type)
+                for sample in family.samples:
+                    labels = {**sample.labels, **self._labels}
+                    suffix = sample.name.removeprefix(family.name)
+                    metric.samples.append(sample._replace(name=name + suffix, labels=labels))
+                yield metric
+
+    def _counts(self) -> Iterator[Metric]:
+        """The scheduler's own counts, read when somebody asks for the metrics."""
+        now, counter, gauge = self._scheduler, CounterMetricFamily, GaugeMetricFamily
+        for kind, name, text, value in (
+            (counter, "new_tokens", "Generated tokens.", now.num_new_tokens),
+            (counter, "restarts", "Times that the ranks were restarted.", now.num_restarts),
+            (gauge, "requests_running", "Sequences in a batch now.", now.num_running),
+            (gauge, "requests_waiting", "Sequences in the queue now.", now.num_waiting),
+            (gauge, "pool_usage", "Share of the pages that sequences have.", now.pool_usage),
+            (gauge, "ranks_missing", "Ranks that did not come up again.", now.num_missing_ranks),
+            (gauge, "largest_batch", "Most sequences of one batch so far.", now.largest_batch),
+        ):
+            yield kind(f"drumline_{name}", text, value=value)
+
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format, of the type CONTENT_TYPE."""
-        return bytes(generate_latest(self.registry) + generate_latest(self._vllm_registry))
+        return bytes(generate_latest(self))
