@@ -259,7 +259,7 @@ class Service:
         add = functools.partial(self._add_choices, stream, body, prompts, max_tokens)
         await asyncio.get_running_loop().run_in_executor(None, add)
         self.scheduler.submit(stream.generations)
-        request_id, num_choices = request.state.request_id, len(stream.choices)
+        request_id, num_choices = request.state.request_id, len(stream.generations)
         response = builder(self.name, request_id, body, num_choices, self.tokenizer)
         pieces = self._measured(stream, request)
         if not body.stream:

@@ -73,14 +73,7 @@ class IncrementalDetokenizer:
         if starts:
             self.is_stopped, self._held_back = True, ""
             return text[: min(starts)]
-        length = max((_overlap(text, stop) for stop in self.stop), default=0)
+        beginnings = (stop[:end] for stop in self.stop for end in range(1, len(stop)))
+        length = max(map(len, filter(text.endswith, beginnings)), default=0)
         self._held_back = text[len(text) - length :]
         return text[: len(text) - length]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of text that is a beginning of stop."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0

@@ -55,8 +55,8 @@ class MessagePiece:
     finish_reason: str | None
 
 
-class Choice:
-    """One choice of an answer: takes the tokens of its sequence, and posts what they add to it.
+class Choice(Generation):
+    """The sequence of one choice of an answer, which posts what its tokens add to it.
 
     parser: of its text. end_tokens, grammar: as Generation takes them.
     """
@@ -71,46 +71,43 @@ class Choice:
         grammar: JsonGrammar | None,
         parser: PlainText,
     ) -> None:
-        self._stream, self._index, self._prompt = stream, len(stream.choices), prompt
-        self._params, self._parser = params, parser
+        self._stream, self._index = stream, len(stream.generations)
+        self._parser, self._max_tokens = parser, params.max_tokens
         skips = body.skip_special_tokens and not parser.uses_special_tokens
         self._detokenizer = IncrementalDetokenizer(stream.tokenizer, params.stop, prompt, skips)
         self.num_reasoning = 0  # tokens
         self._token_s = 0.0  # when the last one came
         self._num_held, self._logprobs = 0, list[TokenLogprob]()  # of tokens that are in no piece
-        self._is_echoed, self._has_calls = not body.has_echo, False
-        self._is_prompt_alone = params.max_tokens == 0
-        if self._is_prompt_alone:  # one is always generated
+        self._is_echoed, self._has_calls = not getattr(body, "echo", False), False
+        if params.max_tokens == 0:  # one is always generated
             params = replace(params, max_tokens=1, stop_tokens=frozenset(), ignore_eos=True)
-        self.generation = Generation(
-            prompt, params, self._on_token, self._on_end, end_tokens, grammar
-        )
+        super().__init__(prompt, params, self._take, self._finish, end_tokens, grammar)
 
     @property
     def num_new(self) -> int:
         """The tokens of the answer so far."""
-        return min(len(self.generation.new_tokens), self._params.max_tokens)
+        return min(len(self.new_tokens), self._max_tokens)
 
-    def _on_token(self, token: int) -> bool:
+    def _take(self, token: int) -> bool:
         before_s, self._token_s = self._token_s, time.monotonic()
         if before_s:
             self._stream.on_gap(self._token_s - before_s)
         self._echo()
-        if self._is_prompt_alone:
+        if self._max_tokens == 0:
             return True
-        if (logprob := self.generation.sampler.logprob) is not None:
+        if (logprob := self.sampler.logprob) is not None:
             self._logprobs.append(logprob)
         self._num_held += 1
         self._add(self._detokenizer.add(token))
         return not self._detokenizer.is_stopped
 
-    def _on_end(self, reason: str | Exception) -> None:
+    def _finish(self, reason: str | Exception) -> None:
         if isinstance(reason, Exception):
             return self._stream.post(reason)
-        if self.generation.new_tokens:  # of which the first may have ended the sequence
+        if self.new_tokens:  # of which the first may have ended the sequence
             self._echo()
         try:
-            self._add("" if self._is_prompt_alone else self._detokenizer.flush(), reason)
+            self._add(self._detokenizer.flush() if self._max_tokens else "", reason)
         except Exception as error:  # of the parser: it ends this request, and no other of the step
             self._stream.post(error)
 
@@ -118,10 +115,10 @@ class Choice:
         """Add the prompt, once it is scored, before all else."""
         if not self._is_echoed:
             self._is_echoed = True
-            if self._params.scores_prompt:
-                first = TokenLogprob(self._prompt[0], None, ())
-                self._logprobs = [first, *self.generation.prompt_logprobs]
-            self._add(self._detokenizer.text_of(self._prompt))
+            if self.params.scores_prompt:
+                first = TokenLogprob(self.prompt[0], None, ())
+                self._logprobs = [first, *self.prompt_logprobs]
+            self._add(self._detokenizer.text_of([*self.prompt]))
 
     def _add(self, text: str, end_reason: str | None = None) -> None:
         deltas = self._parser.feed(text) if text else []
@@ -130,9 +127,9 @@ class Choice:
         self._has_calls |= any("tool_calls" in delta for delta in deltas)
         if end_reason == "stop" and self._has_calls:
             end_reason = "tool_calls"
-        for num_left, delta in zip(reversed(range(len(deltas))), deltas, strict=True):
+        for delta in deltas:
             self.num_reasoning += self._num_held * ("reasoning_content" in delta)
-            reason = None if num_left else end_reason
+            reason = end_reason if delta is deltas[-1] else None
             self._stream.post(MessagePiece(self._index, delta, self._logprobs, reason))
             self._num_held, self._logprobs = 0, []
 
@@ -148,15 +145,11 @@ class RequestStream:
         self._loop = asyncio.get_running_loop()
         self._pieces = asyncio.Queue[MessagePiece | Exception | None]()
         self.start, self.first_token_s = time.monotonic(), 0.0
-        self.choices: list[Choice] = []
-
-    @property
-    def generations(self) -> list[Generation]:
-        return [choice.generation for choice in self.choices]
+        self.generations: list[Choice] = []
 
     def add(self, *arguments: Any, **options: Any) -> None:
         """Add a choice of these arguments: see Choice."""
-        self.choices.append(Choice(self, *arguments, **options))
+        self.generations.append(Choice(self, *arguments, **options))
 
     def post(self, piece: MessagePiece | Exception) -> None:
         """Pass a piece from a thread of the scheduler to the event loop."""
@@ -170,7 +163,7 @@ class RequestStream:
         Raises the exception that ended a generation, as an ApiError.
         """
         disconnect = asyncio.create_task(self._watch_disconnect(request))
-        num_open = len(self.choices)
+        num_open = len(self.generations)
         try:
             while num_open:
                 try:
@@ -199,8 +192,8 @@ class RequestStream:
         """The number of tokens so far, as OpenAI's API reports it."""
         first = {id(item.prompt): item for item in reversed(self.generations)}  # choices share it
         num_prompt = sum(len(item.prompt) for item in first.values())
-        num_new = sum(choice.num_new for choice in self.choices)
-        num_reasoning = sum(choice.num_reasoning for choice in self.choices)
+        num_new = sum(choice.num_new for choice in self.generations)
+        num_reasoning = sum(choice.num_reasoning for choice in self.generations)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new,

@@ -108,11 +108,15 @@ async def events(
     builder: ResponseBuilder,
 ) -> AsyncIterator[str]:
     """The events of a stream; for None a comment, so that no proxy takes it for dead."""
-    for event in builder.begin():
+
+    def added(piece: MessagePiece | None) -> list[str]:
+        return [": ping\n\n"] if piece is None else builder.add(piece, stream.usage())
+
+    for event in [*builder.begin(), *added(first)]:
         yield event
     try:
-        async for piece in _with_first(first, pieces):
-            for event in [": ping\n\n"] if piece is None else builder.add(piece, stream.usage()):
+        async for piece in pieces:
+            for event in added(piece):
                 yield event
     except Exception as error:
         last = builder.fail(api_error(error))
@@ -120,14 +124,6 @@ async def events(
         last = builder.end(stream.usage())
     for event in last:
         yield event
-
-
-async def _with_first(
-    first: MessagePiece | None, pieces: AsyncIterator[MessagePiece | None]
-) -> AsyncIterator[MessagePiece | None]:
-    yield first
-    async for piece in pieces:
-        yield piece
 
 
 def server_sent_event(data: Mapping[str, Any], kind: str = "") -> str:
