@@ -148,12 +148,10 @@ class Service:
         body, prompts = await self._read(
             protocol.CompletionRequest, request, self.prompts.of_completion
         )
-        max_tokens = body.max_tokens
-        if max_tokens == 0 and not body.echo:
+        if body.max_tokens == 0 and not body.echo:
             text = "max_tokens is 0, so nothing would be generated; ask for more, or for echo."
             raise protocol.invalid_request(text, "max_tokens")
-        max_tokens = protocol.DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
-        return await self._respond(request, body, prompts, max_tokens, ResponseBuilder)
+        return await self._respond(request, body, prompts, body.max_tokens, ResponseBuilder)
 
     async def create_chat_completion(self, request: Request) -> Response:
         return await self._create_chat(request, protocol.parse, ResponseBuilder)
@@ -225,12 +223,12 @@ class Service:
 
     def _validated(self, kind: type[Any], fields: dict[str, Any]) -> Any:
         """The request. Prompts are counted before they are validated, as there may be many."""
-        self.scheduler.check_capacity(protocol.num_prompts(fields.get("prompt")))
+        self.scheduler.check_capacity(len(protocol.prompts_of(fields.get("prompt"))))
         body = protocol.validate(kind, fields, max(self.limits.max_length, MIN_ITEMS))
         if body.model is not None:
             self._check_name(body.model)
-        num_prompts = protocol.num_prompts(getattr(body, "prompt", None))
-        self.scheduler.check_capacity(num_prompts * getattr(body, "n", 1))
+        prompts = protocol.prompts_of(getattr(body, "prompt", None))
+        self.scheduler.check_capacity(len(prompts) * getattr(body, "n", 1))
         return body
 
     def _check_name(self, name: str) -> None:
@@ -283,7 +281,8 @@ class Service:
             try:
                 grammar = None if schema is None else self._grammars.json(schema)
             except (ValueError, DrumlineError) as error:
-                field = body.schema_field
+                is_chosen = getattr(body, "tool_choice", "auto") not in ("auto", "none")
+                field = "tool_choice" if is_chosen else "response_format"
                 text = str(error) if isinstance(error, DrumlineError) else f"{field}: {error}"
                 raise protocol.invalid_request(text, field) from error
             parser = message_parser(self.tokenizer, body, prompt)

@@ -34,9 +34,7 @@ class PromptReader:
         self._max_length, self._scheduler = max_length, scheduler
 
     def of_completion(self, body: protocol.CompletionRequest | protocol.TokenizeRequest) -> Prompts:
-        prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
-        if prompts and isinstance(prompts[0], int):
-            prompts = [prompts]
+        prompts = protocol.prompts_of(body.prompt)
         return [self._tokenize(prompt, body.add_special_tokens) for prompt in prompts]
 
     def _tokenize(self, prompt: Any, add_special_tokens: bool) -> list[int]:

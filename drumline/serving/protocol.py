@@ -37,8 +37,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        kind = ERROR_TYPES.get(status, kind)
+        usual = "server_error" if status >= 500 else "invalid_request_error"
+        kind = ERROR_TYPES.get(status, usual)
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -91,7 +91,7 @@ class GenerationRequest(ApiObject):
     """The fields that completions and chats share."""
 
     model: str
-    max_tokens: int | None = Field(None, ge=0)
+    logprobs: Any = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
@@ -122,12 +122,8 @@ class GenerationRequest(ApiObject):
     @property
     def num_logprobs(self) -> int | None:
         """Of how many tokens the log-probabilities are wanted, in each place; None if not."""
-        raise NotImplementedError
-
-    @property
-    def has_echo(self) -> bool:
-        """True if the prompt is a part of the answer."""
-        return False
+        count: int | None = self.logprobs
+        return count
 
     @property
     def json_schema(self) -> dict[str, Any] | None:
@@ -137,11 +133,6 @@ class GenerationRequest(ApiObject):
             return form.json_schema.schema_
         return {"type": "object"} if form.type == "json_object" else None
 
-    @property
-    def schema_field(self) -> str:
-        """The field that has the schema."""
-        return "response_format"
-
     def sampling_params(
         self, max_tokens: int, choice: int, defaults: Mapping[str, float], end_token: int | None
     ) -> SamplingParams:
@@ -150,8 +141,7 @@ class GenerationRequest(ApiObject):
         defaults: by name, of what the request does not have. end_token: the tokenizer's.
         """
         names = {field.name for field in dataclasses.fields(SamplingParams)}
-        shared = names & type(self).model_fields.keys()
-        values = {**defaults, **self.model_dump(include=shared, exclude_none=True)}
+        values = {**defaults, **self.model_dump(include=names, exclude_none=True)}
         ends = set() if end_token is None or self.ignore_eos else {end_token}
         values |= {
             "max_tokens": max_tokens,
@@ -161,7 +151,7 @@ class GenerationRequest(ApiObject):
             "stop": tuple(text for text in self.stop if text),
             "stop_tokens": frozenset(self.stop_token_ids) | ends,
             "num_logprobs": self.num_logprobs,
-            "scores_prompt": self.has_echo and self.num_logprobs is not None,
+            "scores_prompt": getattr(self, "echo", False) and self.num_logprobs is not None,
         }
         return SamplingParams(**values)
 
@@ -170,6 +160,7 @@ class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int = Field(DEFAULT_MAX_TOKENS, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
     add_special_tokens: bool = True
@@ -179,14 +170,6 @@ class CompletionRequest(GenerationRequest):
     def _without_false(cls, logprobs: Any) -> Any:
         """None for false, by which chats say that they want none."""
         return None if logprobs is False else logprobs
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return self.logprobs
-
-    @property
-    def has_echo(self) -> bool:
-        return self.echo
 
 
 class TextPart(ApiObject):
@@ -298,10 +281,6 @@ class ChatCompletionRequest(GenerationRequest):
         return super().json_schema
 
     @property
-    def schema_field(self) -> str:
-        return "response_format" if self.tool_choice in ("auto", "none") else "tool_choice"
-
-    @property
     def num_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
 
@@ -352,10 +331,10 @@ def parse(body: bytes | bytearray) -> dict[str, Any]:
     return fields
 
 
-def num_prompts(prompt: Any) -> int:
-    """The number of prompts in the field `prompt`; a list of tokens is one prompt."""
+def prompts_of(prompt: Any) -> list[Any]:
+    """The prompts in the field `prompt`; a list of tokens is one prompt."""
     is_single = not isinstance(prompt, list) or (prompt and isinstance(prompt[0], int))
-    return 1 if is_single else len(prompt)
+    return [prompt] if is_single else prompt
 
 
 def validate(kind: type[Any], fields: dict[str, Any], max_items: int) -> Any:
