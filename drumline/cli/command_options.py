@@ -14,14 +14,16 @@ import importlib
 import math
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import launcher
 from launcher.cli import PATIENCE_OPTION, TOKEN_OPTIONS, set_patience, with_token
+
+CALL = f"{__name__}:call_by_name"
+"""What the ranks of a command call."""
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
 """Names and settings of an argument of argparse."""
@@ -85,14 +87,12 @@ def _plan(options: argparse.Namespace) -> None:
     from drumline.planner.memory import sizes_of_ranks
 
     num_ranks = options.ranks or len(options.memory)
-    memory = sizes_of_ranks(options.memory, num_ranks)
-    assert memory is not None  # a required option
-    sizes = (options.batch, options.length)
-    bandwidth = sizes_of_ranks(options.bandwidth, num_ranks, "--bandwidth")
-    speeds = (bandwidth, options.hop, options.link, options.flops)
-    arguments = (options.model, memory, options.device_map, options.dtype, *sizes, *speeds)
+    own = ("device_map", "dtype", "batch", "length", "hop_us", "link", "flops", "html", "png")
+    settings = _settings(options, *own)
+    settings["memory"] = sizes_of_ranks(options.memory, num_ranks)
+    settings["bandwidth"] = sizes_of_ranks(options.bandwidth, num_ranks, "--bandwidth")
     try:
-        show_plan(*arguments, options.html, options.png, **_load_settings(options))
+        show_plan(options.model, **settings)
     except ModuleNotFoundError as error:
         if options.png is None or not str(error.name).startswith("matplotlib"):
             raise
@@ -101,60 +101,43 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _generate(options: argparse.Namespace) -> None:
-    set_patience(options.patience)
-    memory = _check_model(options)
-    job = _job_of_nodes(options, f"{__name__}:generate_on_node", "drumline.cli.generate")
+    _check_model(options)
+    module = "drumline.cli.generate"
+    job = _job_of_nodes(options, CALL, module)
     prompt = options.prompt
     if prompt == "-" and launcher.current().rank == 0 and not options.node_rank:  # rank 0's alone
         prompt = sys.stdin.read().removesuffix("\n")
     arguments = (options.model, prompt, options.max_new_tokens, options.seed)
-    settings = _load_settings(options)
-    if job is None:
-        call = ("drumline.cli.generate", "generate_text", options.ranks, (*arguments, memory))
-        _on_ranks(*call, settings, options.encrypt)
-    else:
-        launcher.run_job(dataclasses.replace(job, args=(options.memory, arguments, settings)))
-
-
-def generate_on_node(
-    sizes: list[str] | None, arguments: tuple[Any, ...], settings: dict[str, Any]
-) -> None:
-    """Generate text in a rank of several nodes, of which each may have started another number."""
-    from drumline.planner.memory import sizes_of_ranks
-
-    memory = sizes_of_ranks(sizes, launcher.current().world_size)
-    call_by_name("drumline.cli.generate", "generate_text", (*arguments, memory), settings)
+    _on_ranks(options, job, module, "generate_text", arguments, _settings(options))
 
 
 def _bench(options: argparse.Namespace) -> None:
-    memory = _check_model(options)
-    sizes = (options.batch, options.prompt_tokens, options.new_tokens)
-    arguments = (options.model, *sizes, memory)
-    _on_ranks("drumline.cli.bench", "bench", options.ranks, arguments, _load_settings(options))
+    _check_model(options)
+    arguments = (options.model, options.batch, options.prompt_tokens, options.new_tokens)
+    _on_ranks(options, None, "drumline.cli.bench", "bench", arguments, _settings(options))
 
 
 def _serve(options: argparse.Namespace) -> None:
-    set_patience(options.patience)
-    memory = _check_model(options)
+    _check_model(options)
     names = (
         *("host", "port", "max_length", "max_running", "max_waiting", "dtype", "device_map", "tp"),
         *("served_model_name", "chat_template", "log_requests", "allowed_origins"),
     )
-    settings = {name: getattr(options, name) for name in names}
+    settings = _settings(options, *names)
+    settings |= {"model_path": options.model, "key_file": options.api_key_file}
     worker = "drumline.serving.front.rank_worker"
     job = _job_of_nodes(options, f"{worker}:serve_front", worker, options.restarts)
-    settings |= {"model_path": options.model, "key_file": options.api_key_file}
-    settings |= {"memory": options.memory if job else memory, **_load_settings(options)}
     with _sigterm_ends_well():
-        if job is not None and job.node_rank:
-            followed = (dataclasses.replace(job, args=("", (), job.node_rank, settings)),)
-            call_by_name("drumline.serving.front.rank_launch", "follow_front", followed, {})
-        elif job is not None:
-            front = "drumline.serving.front.front_server"
-            call_by_name(front, "serve_with_restarts", (options.restarts, job), settings)
+        if job is None:
+            _on_ranks(options, None, "drumline.serving.http_server", "serve", (), settings)
+        elif job.node_rank:
+            from drumline.serving.front.rank_launch import follow_front
+
+            follow_front(dataclasses.replace(job, args=("", (), job.node_rank, settings)))
         else:
-            server = ("drumline.serving.http_server", "serve")
-            _on_ranks(*server, options.ranks, (), settings, options.encrypt)
+            from drumline.serving.front.front_server import serve_with_restarts
+
+            serve_with_restarts(options.restarts, job, **settings)
 
 
 def _job_of_nodes(
@@ -163,6 +146,7 @@ def _job_of_nodes(
     """The ranks of this node, as one of several or to be started again; None if it is neither."""
     from drumline.errors import DrumlineError
 
+    set_patience(options.patience)
     nnodes, command = options.nnodes or 1, f"`drumline {options.command.name} -n N`"
     if options.nnodes is None and (options.master_addr or options.master_port or options.node_rank):
         raise DrumlineError(
@@ -229,13 +213,9 @@ def _auto(options: argparse.Namespace) -> None:
         script = command
     if not (script / "__main__.py" if script.is_dir() else script).exists():
         raise DrumlineError(f"{options.script} does not exist, so nothing was started.")
-    set_patience(options.patience)
-    runner, arguments = "drumline.cli.run_script", (str(script), options.arguments)
-    job = _job_of_nodes(options, f"{runner}:run_script", runner)
-    if job is None:
-        _on_ranks(runner, "run_script", options.ranks, arguments, encrypt=options.encrypt)
-    else:
-        launcher.run_job(dataclasses.replace(job, args=arguments))
+    module = "drumline.cli.run_script"
+    job = _job_of_nodes(options, CALL, module)
+    _on_ranks(options, job, module, "run_script", (str(script), options.arguments), {})
 
 
 def _top(options: argparse.Namespace) -> None:
@@ -244,17 +224,14 @@ def _top(options: argparse.Namespace) -> None:
     top(options.launch)
 
 
-def _load_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `drumline.load` that say how to read the checkpoint."""
-    names = ("adapter", "dequantize", "gguf_file", "trust_remote_code", "revision")
-    return {name: getattr(options, name) for name in names}
+def _settings(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """The options of these names, with those that say how to read the checkpoint and for what."""
+    of_load = ("memory", "adapter", "dequantize", "gguf_file", "trust_remote_code", "revision")
+    return {name: getattr(options, name) for name in (*names, *of_load)}
 
 
-def _check_model(options: argparse.Namespace) -> list[str] | None:
-    """Raise for a folder without a model before a rank starts; return the memory of each rank.
-
-    Of several machines the ranks say how many they are: this is None then.
-    """
+def _check_model(options: argparse.Namespace) -> None:
+    """Raise for a folder without a model, or sizes of other ranks, before a rank starts."""
     from drumline.checkpoint.json_files import check_has_config
     from drumline.contact.loading.hub import is_hub_id
     from drumline.planner.memory import sizes_of_ranks
@@ -266,33 +243,40 @@ def _check_model(options: argparse.Namespace) -> list[str] | None:
     is_folder = not is_gguf and not is_hub_id(options.model)
     if starts_ranks and node_rank == 0 and is_folder:  # or the files may be on another machine
         check_has_config(Path(options.model), options.adapter)
-    if nnodes > 1:
-        return None
-    return sizes_of_ranks(options.memory, max(world_size, options.ranks))
+    if nnodes == 1:  # of several machines the ranks say how many they are
+        sizes_of_ranks(options.memory, max(world_size, options.ranks))
 
 
 def _on_ranks(
+    options: argparse.Namespace,
+    job: launcher.Job | None,
     module: str,
     function: str,
-    num_ranks: int,
     arguments: tuple[Any, ...],
-    settings: Mapping[str, Any] = MappingProxyType({}),
-    encrypt: bool = False,
+    settings: dict[str, Any],
 ) -> None:
-    """Call the function on new ranks; in this process if it is a rank, or is to be the only one."""
-    call = (module, function, arguments, dict(settings))
-    if launcher.current().world_size > 1 or num_ranks == 1:
+    """Call the function on new ranks, those of the job if there is one; in this process if it is a
+    rank, or is to be the only one."""
+    call = (module, function, arguments, settings)
+    if job is not None:
+        launcher.run_job(dataclasses.replace(job, args=call))
+    elif launcher.current().world_size > 1 or options.ranks == 1:
         call_by_name(*call)
     else:
-        launcher.launch(
-            call_by_name, nprocs=num_ranks, args=call, preload=[module], encrypt=encrypt
-        )
+        encrypt = getattr(options, "encrypt", False)
+        launcher.launch(call_by_name, options.ranks, args=call, preload=[module], encrypt=encrypt)
 
 
 def call_by_name(
     module: str, function: str, arguments: tuple[Any, ...], settings: dict[str, Any]
 ) -> None:
-    """Import the function, and call it."""
+    """Import the function, and call it in a rank. memory, in settings: of each rank, or one size,
+    as only ranks of several nodes know how many they are."""
+    if "memory" in settings:
+        from drumline.planner.memory import sizes_of_ranks
+
+        sizes = sizes_of_ranks(settings["memory"], launcher.current().world_size)
+        settings = {**settings, "memory": sizes}
     getattr(importlib.import_module(module), function)(*arguments, **settings)
 
 
@@ -356,6 +340,7 @@ _PLAN_OPTIONS = (
         "MICROSECONDS",
         type=at_least(0, kind=float),
         default=100,
+        dest="hop_us",
     ),
     _option(
         "--link",

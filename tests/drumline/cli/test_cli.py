@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -336,11 +337,12 @@ def test_generate_over_machines_refuses_without_a_token(with_tokenizer, capsys, 
 def test_sizes_of_memory_are_those_of_all_ranks_of_all_machines(monkeypatch, sizes, world_size):
     """Machines may have different numbers of ranks, which no command knows before they have met."""
     calls = []
-    monkeypatch.setattr(command_options, "call_by_name", lambda *call: calls.append(call))
+    module = SimpleNamespace(work=lambda *_, memory: calls.append(memory))
+    monkeypatch.setitem(sys.modules, "module_of_work", module)
     info = launcher.LaunchInfo("id", world_size, world_size, 0, 0, "127.0.0.1", 1, {})
     monkeypatch.setattr(launcher, "current", lambda: info)
-    command_options.generate_on_node(sizes, ("m", "prompt", 4, None), {})
-    assert [len(call[2][4]) for call in calls] == [world_size]
+    command_options.call_by_name("module_of_work", "work", (), {"memory": sizes})
+    assert [len(memory) for memory in calls] == [world_size]
 
 
 def test_bench_prints_prefill_and_decode_rates_memory_and_hops(checkpoints, capsys):
