@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import coordinator._node_shm as _node_shm
 from coordinator.call_site import CallSite, CallStatus, PendingCall
 from coordinator.control.framing import pack, unpack
 from coordinator.control.session import Session
-from coordinator.errors import PeerLost
+from coordinator.errors import CoordinatorError
 from coordinator.failure.detector import FailureDetector
 from coordinator.peers import Peer
 from coordinator.transport.tree import ALL_NODES, Entry, Tree, TreeLinkBroken
@@ -23,6 +24,7 @@ from coordinator.transport.tree import ALL_NODES, Entry, Tree, TreeLinkBroken
 if TYPE_CHECKING:
     from coordinator.transport.gloo_transport import GlooTransport
 
+Check = Callable[[], None]  # called while a rank waits; raises if it waits in vain
 ALL_RANKS = -1
 """The dst, root or reader that is not a single rank."""
 
@@ -109,16 +111,7 @@ class Group:
         (name, number, where, _, _), wait_s = pending, self._wait_s
         data, root, _, is_scattered = exchange
         results = segment.exchange(name, number, root + 1, where, data, reads, is_scattered, wait_s)
-        while results is None:  # not all came in time, or the group has failed: then check() raises
-            try:
-                self.detector.check(pending)
-            except PeerLost:
-                results = segment.resume(0.0)  # the last one may have come since, and left after it
-                if results is None:
-                    raise
-            else:
-                results = segment.resume(wait_s)
-        return results
+        return results or resumed(segment, wait_s, partial(self.detector.check, pending))
 
     def _exchange_in_all(self, pending: PendingCall, exchange: Exchange) -> list[bytes]:
         """First within the domains, then between their first ranks, then within again."""
@@ -195,6 +188,21 @@ class Group:
         if self._tree is not None:
             self._tree.drop()
         self.detector.drop()
+
+
+def resumed(segment: _node_shm.NodeSegment, wait_s: float, check: Check) -> list[bytes]:
+    """The results of an exchange, once all have come. check: raises if some will not."""
+    results = None
+    while results is None:
+        try:
+            check()
+        except CoordinatorError:
+            results = segment.resume(0.0)  # the last one may have come since, and left after it
+            if results is None:
+                raise
+        else:
+            results = segment.resume(wait_s)
+    return results
 
 
 def pack_parts(parts: Sequence[bytes]) -> bytes:

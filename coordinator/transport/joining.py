@@ -17,7 +17,7 @@ from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
 from coordinator.failure.detector import FailureDetector
 from coordinator.peers import Peer, group_by_node
 from coordinator.store.prefix_store import PrefixStore
-from coordinator.transport.group import Group
+from coordinator.transport.group import Group, resumed
 from coordinator.transport.rendezvous import Rendezvous
 from coordinator.transport.tree import (
     ALL_NODES,
@@ -283,10 +283,7 @@ class _Joining:
             return packed
         wait_s, data = self.session.timings.shm_wait_s, packed if self._is_first else b""
         parts = self.segment.exchange("join", 0, 0, "", data, not self._is_first, False, wait_s)
-        while parts is None:
-            self._check()
-            parts = self.segment.resume(wait_s)
-        return bytes(parts[0])
+        return bytes((parts or resumed(self.segment, wait_s, self._check))[0])
 
     def _down_the_tree(self, tree: Tree, packed: bytes) -> bytes:
         own = [Entry(0, 0, ALL_NODES, packed)] if tree.index == 0 else []

@@ -17,7 +17,11 @@ import pytest
 
 from coordinator.errors import PeerLost
 from coordinator.failure import stack_dump
-from coordinator.transport import gloo_transport  # noqa: F401 - so that no rank has to import torch
+from coordinator.timings import CoordinatorTimings
+from coordinator.transport import (
+    gloo_transport,  # noqa: F401 - so that no rank has to import torch
+    joining,
+)
 from coordinator.transport.group import Exchange
 from tests.cases import soak
 
@@ -259,6 +263,46 @@ def test_who_leaves_after_a_call_does_not_take_it_from_the_others(ranks, victim)
         return gathered
 
     assert ranks(body, 3) == [[b"0", b"1", b"2"]] * 3
+
+
+@pytest.mark.parametrize("slow", [3])
+def test_who_leaves_after_a_group_was_made_does_not_take_it_from_the_others(
+    ranks, monkeypatch, slow
+):
+    """All had joined, and one looked away meanwhile."""
+    timings = CoordinatorTimings(lost_grace_s=15.0)
+    go_down, check = joining._Joining._down_the_tree, joining._Joining._check
+
+    def await_failure(self):
+        while self.rank == slow and self.rendezvous.parent.group_failure() is None:
+            time.sleep(0.01)
+
+    def go_down_late(self, *args):
+        packed = go_down(self, *args)
+        if not self.is_launch and self.rank == 2:
+            await_failure(self)
+            time.sleep(0.3)  # rank 3 waits, and looks around
+        return packed
+
+    def check_late(self):
+        if not self.is_launch:
+            await_failure(self)
+        check(self)
+
+    def body(info):
+        coor = EVERY["Coordinator"](info, timings=timings)
+        part = coor.split(range(4))
+        if info.rank == 1:
+            coor._group.detector.abandon("its own error", "afterwards")
+        with pytest.raises(PeerLost, match="its own error"):
+            coor.barrier()
+        part.__del__()
+        coor.__del__()
+        return part.ranks
+
+    monkeypatch.setattr(joining._Joining, "_down_the_tree", go_down_late)
+    monkeypatch.setattr(joining._Joining, "_check", check_late)
+    assert ranks(body, 4, [2, 2]) == [(0, 1, 2, 3)] * 4
 
 
 @among_threads
