@@ -34,7 +34,7 @@ class CoordinatorTimings(ConnectionTimings):
     """For rank 0 to learn whether a process that ended had closed first. Must exceed the time
     between the end of a process's connections and the end of the process."""
     lost_grace_s: float = 0.5
-    """After rank 0 lost a connection, for what that rank had sent to others to arrive."""
+    """After a rank was lost, for what it had sent, or others hand on for it, to arrive."""
     reason_s: float = 1.5
     """For the reason of a broken connection to arrive through rank 0. Must exceed heartbeat_s."""
     reason_answer_s: float = 0.5

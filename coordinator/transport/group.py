@@ -16,7 +16,7 @@ import coordinator._node_shm as _node_shm
 from coordinator.call_site import CallSite, CallStatus, PendingCall
 from coordinator.control.framing import pack, unpack
 from coordinator.control.session import Session
-from coordinator.errors import CoordinatorError
+from coordinator.errors import CoordinatorError, PeerLost
 from coordinator.failure.detector import FailureDetector
 from coordinator.peers import Peer
 from coordinator.transport.tree import ALL_NODES, Entry, Tree, TreeLinkBroken
@@ -101,7 +101,7 @@ class Group:
             raise self.detector.broken(neighbour, str(error), pending) from error
 
     def _exchange_in_domain(
-        self, pending: PendingCall, exchange: Exchange, reads: bool
+        self, pending: PendingCall, exchange: Exchange, reads: bool, check: Check | None = None
     ) -> list[bytes]:
         """Among the ranks of this shm domain, by their place in it."""
         segment = self._segment  # ours, even if another thread closes the group
@@ -111,7 +111,7 @@ class Group:
         (name, number, where, _, _), wait_s = pending, self._wait_s
         data, root, _, is_scattered = exchange
         results = segment.exchange(name, number, root + 1, where, data, reads, is_scattered, wait_s)
-        return results or resumed(segment, wait_s, partial(self.detector.check, pending))
+        return results or resumed(segment, wait_s, check or partial(self.detector.check, pending))
 
     def _exchange_in_all(self, pending: PendingCall, exchange: Exchange) -> list[bytes]:
         """First within the domains, then between their first ranks, then within again."""
@@ -119,11 +119,12 @@ class Group:
             pending, exchange._replace(is_scattered=False), self._is_first
         )
         entries: list[tuple[int, int, bytes]] = []
+        check = patient(partial(self.detector.check, pending), self.session.timings.lost_grace_s)
         if self._is_first:
-            entries = self._exchange_between_domains(pending, gathered, exchange)
+            entries = self._exchange_between_domains(pending, gathered, exchange, check)
         packed = pack(entries) if self._is_first and len(self._shm_domain) > 1 else b""
         spread = Exchange(packed, exchange.root)
-        from_first = self._exchange_in_domain(pending, spread, not self._is_first)
+        from_first = self._exchange_in_domain(pending, spread, not self._is_first, check)
         if not self._is_first:
             entries = unpack(from_first[0])
         results = [b""] * len(self.peers)
@@ -133,16 +134,12 @@ class Group:
         return results
 
     def _exchange_between_domains(
-        self, pending: PendingCall, gathered: list[bytes], exchange: Exchange
+        self, pending: PendingCall, gathered: list[bytes], exchange: Exchange, check: Check
     ) -> list[tuple[int, int, bytes]]:
         """(src, dst, data) of all entries for ranks of this domain."""
         assert self._tree is not None
         # Headers are equal if name, number and root of the call are.
         own, timings = (*pending[:2], exchange.root), self.session.timings
-
-        def check() -> None:
-            self.detector.check(pending)
-
         headers, entries = self._tree.exchange(
             (own, pending.call),
             self._entries(gathered, exchange),
@@ -203,6 +200,23 @@ def resumed(segment: _node_shm.NodeSegment, wait_s: float, check: Check) -> list
         else:
             results = segment.resume(wait_s)
     return results
+
+
+def patient(check: Check, grace_s: float) -> Check:
+    """A check that raises PeerLost only grace_s later, for who awaits what other ranks hand on: if
+    the lost one left with the result, that is still on its way."""
+    first_at = 0.0
+
+    def check_patiently() -> None:
+        nonlocal first_at
+        try:
+            check()
+        except PeerLost:
+            first_at = first_at or time.monotonic()
+            if time.monotonic() - first_at >= grace_s:
+                raise
+
+    return check_patiently
 
 
 def pack_parts(parts: Sequence[bytes]) -> bytes:

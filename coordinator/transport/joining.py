@@ -17,7 +17,7 @@ from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
 from coordinator.failure.detector import FailureDetector
 from coordinator.peers import Peer, group_by_node
 from coordinator.store.prefix_store import PrefixStore
-from coordinator.transport.group import Group, resumed
+from coordinator.transport.group import Check, Group, patient, resumed
 from coordinator.transport.rendezvous import Rendezvous
 from coordinator.transport.tree import (
     ALL_NODES,
@@ -277,19 +277,20 @@ class _Joining:
 
     def _from_root(self, packed: bytes) -> bytes:
         """The root's bytes, on every rank: down the tree, and then within each domain."""
+        check = patient(self._check, self.session.timings.lost_grace_s)
         if isinstance(self.tree, Tree):
-            packed = self._down_the_tree(self.tree, packed)
+            packed = self._down_the_tree(self.tree, packed, check)
         if self.segment is None:
             return packed
         wait_s, data = self.session.timings.shm_wait_s, packed if self._is_first else b""
         parts = self.segment.exchange("join", 0, 0, "", data, not self._is_first, False, wait_s)
-        return bytes((parts or resumed(self.segment, wait_s, self._check))[0])
+        return bytes((parts or resumed(self.segment, wait_s, check))[0])
 
-    def _down_the_tree(self, tree: Tree, packed: bytes) -> bytes:
+    def _down_the_tree(self, tree: Tree, packed: bytes, check: Check) -> bytes:
         own = [Entry(0, 0, ALL_NODES, packed)] if tree.index == 0 else []
         deadline = self.pending.deadline + self.session.timings.link_extra_s
         try:
-            _, entries = tree.exchange(((),), own, lambda _: ALL_NODES, deadline, self._check)
+            _, entries = tree.exchange(((),), own, lambda _: ALL_NODES, deadline, check)
         except TreeLinkBroken as error:
             raise self._broken(str(error)) from error
         return entries[0].data

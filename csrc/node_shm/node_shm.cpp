@@ -129,7 +129,7 @@ bool NodeSegment::is_complete() const {
 bool NodeSegment::wait(int64_t deadline_ns) {
     if (shm::spin_until(spin_policy_, [this] { return is_complete(); })) return true;
     int64_t left = deadline_ns - shm::now_ns();
-    if (left <= 0 || has_failed()) return false;
+    if (left <= 0) return false;
     // Counted before the round is read, and the round stored before the count is read (both
     // sequentially consistent): either the last rank sees a sleeper, or this one sees its round.
     header_->sleepers.fetch_add(1, std::memory_order_seq_cst);

@@ -90,7 +90,10 @@ class NodeSegment {
 
     // Publishes the first of the bytes, and arrives. `data` must live until the call has ended.
     void begin(const CallRecord& call, const char* data);
-    // Waits for all ranks to arrive; false at the deadline or when the group has failed.
+    // Whether the last exchange was of this call, so that all ranks have come to it: they may go
+    // on, even if the group has failed since.
+    bool was_in(uint64_t number) const { return call_.number == number; }
+    // Waits for all ranks to arrive; false at the deadline, or earlier when the group fails.
     bool wait(int64_t deadline_ns);
     // After the first round: whether a rank is in the same call as this one, the size of its data,
     // and whether this round brought all that the ranks have.

@@ -26,6 +26,7 @@ from coordinator.transport.group import Exchange
 from tests.cases import soak
 
 EVERY = runpy.run_path(str(Path(__file__).with_name("every_call.py")))
+LARGE = EVERY["LARGE"]
 CALLS, COLLECTIVE, MEETING, TURNS = (
     EVERY["CALLS"], list(EVERY["COLLECTIVE"]), list(EVERY["MEETING"]), list(EVERY["TURNS"])
 )  # fmt: skip
@@ -265,11 +266,46 @@ def test_who_leaves_after_a_call_does_not_take_it_from_the_others(ranks, victim)
     assert ranks(body, 3) == [[b"0", b"1", b"2"]] * 3
 
 
-@pytest.mark.parametrize("slow", [3])
+@pytest.mark.parametrize("nodes", [[2, 2], [1, 1, 1, 1]])
+@pytest.mark.parametrize("large", [0, LARGE])
+def test_who_leaves_after_a_call_does_not_take_it_from_other_nodes(ranks, nodes, large):
+    """A rank that had the result was slow to hand it on: to its node, or to one further down."""
+    left = threading.Event()
+    timings = CoordinatorTimings(lost_grace_s=15.0)
+
+    def body(info):
+        coor = EVERY["Coordinator"](info, timings=timings)
+        detector, tree = coor._group.detector, coor._group._tree
+        if info.rank == 2:
+            receive = tree._receive
+
+            def receive_late(index, *args):
+                message = receive(index, *args)
+                if index == 0:  # from the root, which has left by now
+                    assert left.wait(20)
+                    while detector.group_failure() is None:
+                        time.sleep(0.01)
+                    time.sleep(0.3)  # the others look around, and hear of it
+                return message
+
+            tree._receive = receive_late
+        gathered = coor.allgather(b"%d" % info.rank + bytes(large))
+        if info.rank == 0:
+            detector.abandon("its own error", "afterwards")
+            left.set()
+        with pytest.raises(PeerLost, match="its own error"):
+            coor.barrier()
+        coor.__del__()
+        return [data[:1] for data in gathered], {len(data) for data in gathered}
+
+    assert ranks(body, 4, nodes) == [([b"0", b"1", b"2", b"3"], {1 + large})] * 4
+
+
+@pytest.mark.parametrize("slow", [2, 3])
 def test_who_leaves_after_a_group_was_made_does_not_take_it_from_the_others(
     ranks, monkeypatch, slow
 ):
-    """All had joined, and one looked away meanwhile."""
+    """All had joined. One was slow to hand on who they are, or looked away meanwhile."""
     timings = CoordinatorTimings(lost_grace_s=15.0)
     go_down, check = joining._Joining._down_the_tree, joining._Joining._check
 
