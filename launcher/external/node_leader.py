@@ -42,6 +42,8 @@ from launcher.system import host_addresses
 from launcher.system.link_state import remote_host
 
 MAX_NAMES = 16  # of nodes in a line
+STRANGER_LINE_S = 1.0  # between two lines that strangers can cause
+STRANGER_LINE_LENGTH = 500
 
 
 @dataclass
@@ -98,6 +100,7 @@ class NodeLeader:
         self.gone: set[int] = set()  # the nodes that have heard that all have come
         self.ranks_of_nodes = [job.nprocs] + [0] * (job.nnodes - 1)
         self._numbered: dict[int, tuple[str, int]] = {}  # host and pid, the oldest first
+        self._told_s = 0.0  # when a stranger last caused a line
         self._authenticators: list[AuthenticatedListener] = []
         with contextlib.ExitStack() as opened:
             for listener in self._listeners():
@@ -320,7 +323,7 @@ class NodeLeader:
         answer |= {"command": self.job.command} if asks else {}
         connection.send(**answer, problem=problem)
         if problem:
-            notice(f"{node} came from {connection.address}, and was sent away: {problem}")
+            self._tell(f"{node} came from {connection.address}, and was sent away: {problem}")
         if problem or asks:
             return self._drop(connection)
         connection.node = node
@@ -329,6 +332,14 @@ class NodeLeader:
         self.gone.discard(node.node_rank)  # it comes again
         if old is None or old.node != node:
             self._note_return(connection)
+
+    def _tell(self, text: str) -> None:
+        """A line about a node: with --insecure anybody may be one, and have one short line told."""
+        if not token_of(self.job).is_secret:
+            if time.monotonic() < self._told_s + STRANGER_LINE_S:
+                return
+            self._told_s, text = time.monotonic(), text[:STRANGER_LINE_LENGTH]
+        notice(text)
 
     def _number(self, node: NodeDescription) -> int:
         """The lowest number that is free; of those that were given away in vain, the oldest."""
@@ -344,7 +355,7 @@ class NodeLeader:
     def _note_return(self, connection: _NodeConnection) -> None:
         if self._begun is not None:
             text = "has come, and is in the next restart"
-            notice(f"{connection.node} at {connection.address} {text}")
+            self._tell(f"{connection.node} at {connection.address} {text}")
 
     def _problem(self, node: NodeDescription) -> str:
         """Why there is no place for a node; "" if there is one."""
@@ -364,7 +375,7 @@ class NodeLeader:
         """Close a connection, and say so if it is that of a node that is needed."""
         node = connection.node
         if self._close(connection) and node is not None and node.node_rank not in self.gone:
-            notice(f"{node} at {connection.address} has left")
+            self._tell(f"{node} at {connection.address} has left")
 
     def _close(self, connection: _NodeConnection) -> bool:
         """Close a connection; False if it was closed before."""

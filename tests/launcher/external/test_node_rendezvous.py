@@ -430,6 +430,22 @@ def test_a_crowd_of_strangers_leaves_one_short_line_and_keeps_no_node_out(
     assert len(said) <= 1
 
 
+@pytest.mark.parametrize("change", [{"nnodes": 2}, {"host": "h" * 100_000, "version": "9"}, {}])
+def test_a_crowd_without_a_token_writes_a_short_line_a_second(capfd, change):
+    """Every machine may come with --insecure: 300 left 300 lines, of any length, or two each."""
+    since = time.monotonic()
+    node = dataclasses.replace(NodeDescription.of(1, 3, 2), **change)
+    token = LaunchToken.insecure()
+    with leading(token=token):
+        for _ in range(300):
+            with connected(token) as channel:
+                channel.send(node=vars(node))
+                channel.next(10)
+    said = [line for line in capfd.readouterr().err.splitlines() if "waiting for" not in line]
+    assert 1 <= len(said) <= 1 + time.monotonic() - since
+    assert all(len(line) < 600 for line in said)
+
+
 def test_many_idle_connections_keep_no_node_out(nodes):
     idle = [raw_connection() for _ in range(256)]
     nodes.start(1, 2)
