@@ -7,6 +7,7 @@ report.raise_if_failed()
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -185,6 +186,7 @@ def _cases(comm: Communicator, large: int) -> Iterator[tuple[str, Body]]:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         case = f"same bits on every rank, every time, {dtype_name(dtype)}"
         yield case, partial(_same_bits, comm, dtype, large)
+    yield "max and min keep the NaN of every rank", lambda: _nan_kept(comm)
     yield "calls close together", lambda: _close_together(comm)
     for dtype in (torch.float32, torch.uint8):
         yield f"unaligned tensors, {dtype_name(dtype)}", partial(_unaligned, comm, dtype)
@@ -278,6 +280,21 @@ def _bits_of_sum(comm: Communicator, dtype: torch.dtype, count: int, late: int) 
         time.sleep(timings.TIMINGS.conformance_pause_s)
     comm.allreduce(tensor)
     return zlib.crc32(raw(tensor).cpu().numpy().tobytes())
+
+
+def _nan_kept(comm: Communicator) -> str:
+    """As by torch.maximum. A library whose own max loses it, as NCCL's does, is told apart."""
+    is_kept, problems, size = True, [], comm.world_size
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for op, plain in (("max", float(size > 1)), ("min", 0.0)):
+            tensor = torch.full((size + 1,), comm.rank % 2, dtype=dtype, device=comm.device)
+            tensor[comm.rank] = torch.nan
+            *others, last = comm.allreduce(tensor, op).tolist()
+            is_kept = is_kept and all(map(math.isnan, others))
+            problems += [f"{op} of {dtype_name(dtype)} gave {last}"] * (last != plain)
+    if not problems and not is_kept:
+        raise Unsupported("max and min lose a NaN that some ranks have")
+    return first(problems)
 
 
 def _close_together(comm: Communicator) -> str:

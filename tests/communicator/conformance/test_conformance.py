@@ -347,6 +347,19 @@ class CannotSum8Bits(Shm):
         super().allreduce(out, tensor, op)
 
 
+def loses_nan_of_max(comm, call, tensor, op="sum", **options):
+    if tensor.dtype.is_floating_point and op in ("max", "min"):
+        tensor.masked_fill_(tensor.isnan(), -torch.inf if op == "max" else torch.inf)
+    return call(tensor, op, **options)
+
+
+def test_a_library_whose_max_loses_nan_is_told_apart(checked):
+    """NCCL's kernels take fmaxf() and fminf(), which give the other number."""
+    assert not checked(Shm, only="NaN").having("unsupported")
+    (lost,) = checked(with_fault(loses_nan_of_max, "allreduce"), only="NaN").outcomes
+    assert lost.status == "unsupported" and "lose a NaN" in lost.detail
+
+
 def test_what_a_backend_refuses_is_unsupported_and_not_wrong(checked):
     report = checked(CannotSum8Bits, 2, "int8")
     assert report.ok and report.having("unsupported")
