@@ -35,13 +35,15 @@ def parse_as_chat(body: bytes | bytearray) -> dict[str, Any]:
     if "max_output_tokens" in fields:
         fields["max_tokens"] = fields.pop("max_output_tokens")
     if "tools" in fields:
-        fields["tools"] = [_nested(tool, "tools") for tool in _objects(fields["tools"], "tools")]
+        fields["tools"] = [_function(tool, "tools") for tool in _objects(fields["tools"], "tools")]
     if isinstance(fields.get("tool_choice"), dict):
-        fields["tool_choice"] = _nested(fields["tool_choice"], "tool_choice")
+        fields["tool_choice"] = _function(fields["tool_choice"], "tool_choice")
     (text,) = _objects([fields.pop("text", {})], "text")
+    form = text.pop("format", None)
+    is_schema = isinstance(form, dict) and form.get("type") == "json_schema"
     (reasoning_settings,) = _objects([fields.pop("reasoning", {})], "reasoning")
     return {
-        "response_format": _response_format(text.pop("format", None)),
+        "response_format": _nested(form) if is_schema else form,
         "reasoning_effort": reasoning_settings.get("effort"),
         **text,
         **fields,
@@ -59,19 +61,16 @@ def _objects(items: Any, field: str) -> list[dict[str, Any]]:
     return items
 
 
-def _nested(tool: dict[str, Any], field: str) -> dict[str, Any]:
-    """A function as chats have it, below a key of its own."""
-    kind, function = tool.get("type"), {k: value for k, value in tool.items() if k != "type"}
-    if kind != "function":
+def _function(tool: dict[str, Any], field: str) -> dict[str, Any]:
+    if (kind := tool.get("type")) != "function":
         raise _unsupported(f"{field}: the type {kind!r:.100}", field)
-    return {"type": kind, kind: function}
+    return _nested(tool)
 
 
-def _response_format(form: Any) -> Any:
-    if not isinstance(form, dict) or form.get("type") != "json_schema":
-        return form
-    schema = {name: value for name, value in form.items() if name != "type"}
-    return {"type": "json_schema", "json_schema": schema}
+def _nested(item: dict[str, Any]) -> dict[str, Any]:
+    """A function or a schema as chats have it, below a key of its own."""
+    kind = item["type"]
+    return {"type": kind, kind: {name: value for name, value in item.items() if name != "type"}}
 
 
 def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], reasoning: str) -> str:
@@ -156,23 +155,18 @@ class ItemBuilder(ResponseBuilder):
         for call in piece.delta.get("tool_calls", ()):
             events += self._add_call(call)
         if piece.finish_reason == "length":
-            self._response["status"] = "incomplete"
             self._response["incomplete_details"] = {"reason": "max_output_tokens"}
         return events
 
     def end(self, usage: dict[str, Any]) -> list[str]:
-        response = self._response
-        is_cut = response["status"] == "incomplete"
-        events = self._close("incomplete" if is_cut else "completed")
-        response["status"] = "incomplete" if is_cut else "completed"
-        response["usage"] = {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": usage["completion_tokens_details"],
-            "total_tokens": usage["total_tokens"],
+        status = "incomplete" if self._response["incomplete_details"] else "completed"
+        events = self._close(status)
+        renamed = {
+            name.replace("prompt", "input").replace("completion", "output"): count
+            for name, count in usage.items()
         }
-        return [*events, self._event(f"response.{response['status']}", response=response)]
+        self._response |= {"status": status, "usage": renamed}
+        return [*events, self._event(f"response.{status}", response=self._response)]
 
     def fail(self, error: protocol.ApiError) -> list[str]:
         reason = {"code": "server_error", "message": str(error)}
