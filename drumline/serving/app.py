@@ -254,8 +254,7 @@ class Service:
         if await request.is_disconnected():
             raise _disconnected()
         stream = RequestStream(self.tokenizer, self.metrics.token_gap_s.observe)
-        add = functools.partial(self._add_choices, stream, body, prompts, max_tokens)
-        await asyncio.get_running_loop().run_in_executor(None, add)
+        await asyncio.to_thread(self._add_choices, stream, body, prompts, max_tokens)
         self.scheduler.submit(stream.generations)
         request_id, num_choices = request.state.request_id, len(stream.generations)
         response = builder(self.name, request_id, body, num_choices, self.tokenizer)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from fastapi.responses import JSONResponse, Response
@@ -18,8 +17,6 @@ from drumline.serving import protocol
 from drumline.serving.answers.logprobs import LogprobFormatter
 from drumline.serving.answers.message_parser import merged
 from drumline.serving.answers.request_stream import MessagePiece, RequestStream, api_error
-
-EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 class ResponseBuilder:
@@ -65,19 +62,19 @@ class ResponseBuilder:
         self._offsets[piece.index] += len(piece.delta.get("content", ""))
         options = self.body.stream_options
         has_usage = options.include_usage and options.continuous_usage_stats
-        return [self._chunk([choice], {"usage": usage} if has_usage else {})]
+        return [self._chunk([choice], **({"usage": usage} if has_usage else {}))]
 
     def end(self, usage: dict[str, Any]) -> list[str]:
         """The last events."""
         has_usage = self.body.stream_options.include_usage
-        last = [self._chunk([], {"usage": usage})] if has_usage else []
+        last = [self._chunk([], usage=usage)] if has_usage else []
         return [*last, "data: [DONE]\n\n"]
 
     def fail(self, error: protocol.ApiError) -> list[str]:
         """The events in place of what follows: the status is sent already."""
         return [server_sent_event(error.body)]
 
-    def _chunk(self, choices: list[dict[str, Any]], usage: Mapping[str, Any] = EMPTY) -> str:
+    def _chunk(self, choices: list[dict[str, Any]], **usage: Any) -> str:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         return server_sent_event({**self._header, "object": kind, "choices": choices, **usage})
 

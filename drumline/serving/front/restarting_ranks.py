@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import secrets
 import socket
 import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import launcher
@@ -205,44 +204,39 @@ class RankConnection:
     """The front's end of the connection to rank 0, which has yet to connect to the listener."""
 
     def __init__(self, listener: socket.socket) -> None:
-        self._sockets, self._is_closed = [listener], False
-        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._listener, self._connected = listener, Future[socket.socket]()
+        self._sender = ThreadPoolExecutor(1)
 
     def send(self, message: Message) -> None:
-        """Send soon; never blocks, whatever rank 0 does."""
-        self._outbox.put(message)
+        """Send soon, in order; never blocks, whatever rank 0 does."""
+        with contextlib.suppress(RuntimeError):  # it is closed
+            self._sender.submit(self._send, message)
+
+    def _send(self, message: Message) -> None:
+        self._connected.result().sendall(to_line(message))
 
     def messages(self) -> Iterator[Message]:
         """Yield until rank 0 is gone, or the connection is closed."""
         with contextlib.suppress(OSError), self._accepted() as connection:
-            self._sockets.append(connection)
-            if self._is_closed:
-                return
-            sender = threading.Thread(target=self._send_all, args=(connection,))
-            sender.start()
-            try:
-                yield from messages(connection)
-            finally:
-                self.close()
-                sender.join()
+            if self._connected.set_running_or_notify_cancel():  # otherwise close() was first
+                self._connected.set_result(connection)
+                try:
+                    yield from messages(connection)
+                finally:
+                    self.close()
 
     def close(self) -> None:
         """End messages(), even while something is being sent; from any thread."""
-        self._is_closed = True
-        for end in self._sockets:
-            hang_up(end)
-        self._outbox.put(None)
+        hang_up(self._listener)
+        if not self._connected.cancel():
+            hang_up(self._connected.result())
+        self._sender.shutdown(cancel_futures=True)
 
     def _accepted(self) -> socket.socket:
         """Rank 0's connection: the kernel tells whose it is. Raises OSError after close()."""
         while True:
-            connection, _ = self._sockets[0].accept()
+            connection, _ = self._listener.accept()
             peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
             if UCRED.unpack(peer)[1] == os.getuid():
                 return connection
             connection.close()
-
-    def _send_all(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while (message := self._outbox.get()) is not None:
-                connection.sendall(to_line(message))
