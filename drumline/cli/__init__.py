@@ -75,7 +75,8 @@ def parser(prog: str = "drumline") -> argparse.ArgumentParser:
     for command in command_options.COMMANDS:
         options = commands.add_parser(command.name, help=command.help, epilog=EPILOG)
         options.set_defaults(command=command)
-        command.add_options(options)
+        for names, settings in command.options:
+            options.add_argument(*names, **settings)
     return top
 
 

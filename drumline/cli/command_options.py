@@ -42,10 +42,6 @@ class Command:
     run: Callable[[argparse.Namespace], None]
     packages: tuple[str, ...] = ()
 
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        for names, settings in self.options:
-            parser.add_argument(*names, **settings)
-
 
 def _option(names: str, text: str, value: str | None = None, **settings: Any) -> Option:
     """An option whose help ends with its default, if it has one. value: stands for its value."""
@@ -281,7 +277,8 @@ def call_by_name(
 
 
 MEMORY = "memory of each rank, such as 8GiB; a single size is that of every rank"
-_SIZES: dict[str, Any] = {"nargs": "+", "type": _size, "metavar": "SIZE"}
+_SIZE: dict[str, Any] = {"type": _size, "metavar": "SIZE"}
+_RATE = {**_SIZE, "type": functools.partial(_size, low=1)}
 _SEED = at_least(-(1 << 63), 1 << 64, "does not fit into the 64 bits of a seed")  # torch's range
 _PORT = at_least(0, 1 << 16, "is not a port: ports end at 65535")
 _RANKS = _option("-n --ranks", "ranks to start on this machine", "N", type=at_least(1), default=1)
@@ -301,7 +298,7 @@ _MODEL = (
 _MODEL_OPTIONS = (
     *_MODEL,
     _RANKS,
-    _option("--memory", f"{MEMORY}; default: the free memory", **_SIZES),
+    _option("--memory", f"{MEMORY}; default: the free memory", nargs="+", **_SIZE),
 )
 
 
@@ -321,7 +318,7 @@ _DTYPE = _option(
 )
 _PLAN_OPTIONS = (
     *_MODEL,
-    _option("--memory", MEMORY, required=True, **_SIZES),
+    _option("--memory", MEMORY, required=True, nargs="+", **_SIZE),
     _count("--ranks", "number of ranks; default: one per --memory size"),
     _DEVICE_MAP,
     _DTYPE,
@@ -330,9 +327,8 @@ _PLAN_OPTIONS = (
     _option(
         "--bandwidth",
         "memory that each rank reads in a second, or one size for all; default: 20GB",
-        "SIZE",
-        type=functools.partial(_size, low=1),
         nargs="+",
+        **_RATE,
     ),
     _option(
         "--hop",
@@ -345,8 +341,7 @@ _PLAN_OPTIONS = (
     _option(
         "--link",
         "bytes that a link between two ranks takes in a second; default: no limit",
-        "SIZE",
-        type=functools.partial(_size, low=1),
+        **_RATE,
     ),
     _option(
         "--flops",
