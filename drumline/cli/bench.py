@@ -8,8 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,25 +25,11 @@ from drumline.strategies.with_model import (
 REPEATS = 3  # after a first run that warms up
 
 
-@dataclass(frozen=True)
-class GenerationTiming:
+class GenerationTiming(NamedTuple):
     """Seconds of a generate() to the first token of all sequences, and from there to the last."""
 
-    batch: int
-    prompt_tokens: int
-    new_tokens: int
     first_token_s: float
     decode_s: float
-
-    @property
-    def prefill_rate(self) -> float:
-        """Tokens of the prompts per second."""
-        return self.batch * self.prompt_tokens / self.first_token_s
-
-    @property
-    def decode_rate(self) -> float:
-        """Tokens per second after the first of each sequence."""
-        return self.batch * (self.new_tokens - 1) / self.decode_s
 
 
 def bench(
@@ -69,7 +54,7 @@ def bench(
         length=prompt_tokens + new_tokens,
         **options,
     )
-    print(_report(model, timings))
+    print(_report(model, batch, prompt_tokens, new_tokens, timings))
     rows = [
         (rank, model.device_map.holds(rank), text)
         for rank, text in enumerate(describe_peaks(peaks))
@@ -93,9 +78,7 @@ def measure(model: Any, prompt: torch.Tensor, new_tokens: int) -> GenerationTimi
     ordinary call fast.
     """
     first_s, total_s = _generate(model, prompt, 1), _generate(model, prompt, new_tokens)
-    batch, prompt_tokens = prompt.shape
-    decode_s = max(total_s - first_s, 1e-9)
-    return GenerationTiming(batch, prompt_tokens, new_tokens, first_s, decode_s)
+    return GenerationTiming(first_s, max(total_s - first_s, 1e-9))
 
 
 def _generate(model: Any, prompt: torch.Tensor, num_tokens: int) -> float:
@@ -112,7 +95,9 @@ def _generate(model: Any, prompt: torch.Tensor, num_tokens: int) -> float:
     return time.perf_counter() - start
 
 
-def _report(model: Any, timings: list[GenerationTiming]) -> str:
+def _report(
+    model: Any, batch: int, prompt_tokens: int, new_tokens: int, timings: list[GenerationTiming]
+) -> str:
     facts = {
         "model": f"{type(model).__name__}, {format_nbytes(sum(model.device_map.nbytes.values()))}",
         "ranks": len(model.device_map.ranks),
@@ -122,12 +107,10 @@ def _report(model: Any, timings: list[GenerationTiming]) -> str:
     units = ("first token (ms)", "prefill (tokens/s)", "decode (tokens/s)", "per hop")
     head = ("batch", "prompt (tokens)", "new (tokens)", *units)
     row = (
-        timings[0].batch,
-        timings[0].prompt_tokens,
-        timings[0].new_tokens,
+        *(batch, prompt_tokens, new_tokens),
         _spread([1e3 * timing.first_token_s for timing in timings]),
-        _spread([timing.prefill_rate for timing in timings]),
-        _spread([timing.decode_rate for timing in timings]),
+        _spread([batch * prompt_tokens / timing.first_token_s for timing in timings]),
+        _spread([batch * (new_tokens - 1) / timing.decode_s for timing in timings]),
         describe_traffic(model.traffic),
     )
     lines = [f"- {name}: {value}" for name, value in facts.items()]
