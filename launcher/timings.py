@@ -126,4 +126,9 @@ def patience_s() -> float:
     return number(text)
 
 
+def borne_s(limit_s: float) -> float:
+    """A limit for the silence of a host or a process, or the patience of the launch if longer."""
+    return max(limit_s, patience_s())
+
+
 TIMINGS = Timings().scaled(time_scale())

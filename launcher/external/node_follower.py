@@ -141,7 +141,7 @@ class NodeFollower:
                 timeout_s = 0
         except NOT_YET:
             self._is_joined = False
-        if time.monotonic() - self._heard_s > 2 * timings.TIMINGS.node_status_s:
+        if time.monotonic() - self._heard_s > timings.borne_s(2 * timings.TIMINGS.node_status_s):
             self._is_joined = False
         return not self._is_joined
 
@@ -159,7 +159,7 @@ class NodeFollower:
                 _introduced(self._channel, node, self._place)
             self._is_joined = False  # if the following fails
             while self._attempt is None and self._end is None:
-                message = self._channel.next(2 * timings.TIMINGS.node_status_s)
+                message = self._channel.next(timings.borne_s(2 * timings.TIMINGS.node_status_s))
                 if message is None:
                     raise TimeoutError
                 self._obey(message)

@@ -141,7 +141,8 @@ class NodeLeader:
                 authenticator.tick()
             for connection in list(self.nodes.values()):
                 connection.send(waiting=text)
-                if time.monotonic() - connection.heard_s > 3 * timings.TIMINGS.node_status_s:
+                limit_s = timings.borne_s(3 * timings.TIMINGS.node_status_s)
+                if time.monotonic() - connection.heard_s > limit_s:
                     self._drop(connection)
 
     def meet(self, limit_s: float) -> Job:

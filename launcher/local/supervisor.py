@@ -285,8 +285,8 @@ class Supervisor:
 
     def _watch_server(self) -> None:
         """End the launch if somebody has stopped the fork server: it passes no signal on."""
-        times = timings.TIMINGS
-        self._after(times.backend_poll_s, self._watch_server)
+        limit_s = timings.borne_s(timings.TIMINGS.stopped_server_s)
+        self._after(timings.TIMINGS.backend_poll_s, self._watch_server)
         stat, now = linux.process_stat(self.server_pid), time.monotonic()
         if stat is None or stat.state != "T":
             self.server_stopped_s = None
@@ -296,7 +296,7 @@ class Supervisor:
                 f"the fork server (pid {self.server_pid}) was suspended, and ends no rank now: "
                 f"`kill -CONT {self.server_pid}` resumes it; otherwise the launch ends soon."
             )
-        elif self.is_ending or now - (self.server_stopped_s or now) > times.stopped_server_s:
+        elif self.is_ending or now - (self.server_stopped_s or now) > limit_s:
             self._set_end_reason(outcome.server_ended(-signal.SIGSTOP))
             linux.send_signal(self.server_pid, signal.SIGKILL)
 

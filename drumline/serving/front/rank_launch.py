@@ -42,11 +42,12 @@ def watch(launch: launcher.Launch, is_over: Callable[[], bool]) -> str:
     is_over(): True if they have to, as those of other nodes have ended; it waits a moment before.
     """
     well_at = time.monotonic()
+    limit_s = max(timings.TIMINGS.suspended_s, launcher.patience_s())
     while not is_over() and launch.poll() is None:
         suspended = [pid for pid in launch.pids if _is_suspended(pid)]
         if not suspended:
             well_at = time.monotonic()
-        elif time.monotonic() - well_at > timings.TIMINGS.suspended_s:
+        elif time.monotonic() - well_at > limit_s:
             return f"a rank (pid {suspended[0]}) was suspended"
     return ""
 

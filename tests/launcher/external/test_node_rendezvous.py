@@ -507,6 +507,22 @@ def test_messages_that_come_at_once_are_obeyed_at_once():
         assert follower.is_over(1)
 
 
+@pytest.mark.parametrize("patience_s", [0, 60])
+def test_silence_between_nodes_is_borne_for_the_patience(monkeypatch, patience_s):
+    """After 15 s of a suspended host, and 10 s of a first one, a server ended, whatever was set."""
+    monkeypatch.setenv("DRUMLINE_PATIENCE", f"{patience_s}")
+    monkeypatch.setattr(timings, "TIMINGS", dataclasses.replace(timings.TIMINGS, node_status_s=0.1))
+    with leading(nnodes=2) as leader, connected() as channel:
+        channel.send(node=vars(NodeDescription.of(1, 2, 2)))
+        assert channel.next(10)["problem"] == ""
+        time.sleep(1)
+        assert (1 in leader.nodes) == (patience_s > 0)
+    with followed({"problem": ""}, GO) as follower:
+        follower.join()
+        time.sleep(0.5)
+        assert follower.is_over(0.1) == (patience_s == 0)
+
+
 @pytest.mark.parametrize("message", [{"node": 1}, {"problem": "", "x": 1}])
 def test_what_answers_as_no_launch_does_is_not_blamed_on_the_address(message):
     with followed(message, {"go": 1}) as follower:

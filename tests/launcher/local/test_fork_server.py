@@ -132,6 +132,16 @@ def test_fork_server_that_is_resumed_goes_on(stopped):
     assert code == 130
 
 
+def test_fork_server_that_is_stopped_for_less_than_the_patience_goes_on(stopped):
+    process = stopped("--patience", "60")
+    time.sleep(2 * timings.TIMINGS.stopped_server_s)
+    os.kill(server_of(process), signal.SIGCONT)
+    time.sleep(timings.TIMINGS.backend_poll_s)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert ended(process)[0] == 130
+
+
 def test_timeout_and_ctrl_c_end_a_launch_whose_fork_server_is_stopped(stopped, command):
     code, text = ended(stopped("--timeout", "3"))
     assert code == 124 and not command.left(), text

@@ -97,6 +97,22 @@ def test_a_sequence_survives_its_ranks_until_no_restart_is_left(serve):
     assert not any(launcher.linux.process_stat(pid) for pids in starts for pid in pids)
 
 
+def test_a_rank_that_is_suspended_for_less_than_the_patience_goes_on(serve, monkeypatch):
+    """It was killed after 3 s, whatever was set."""
+    monkeypatch.setenv("DRUMLINE_PATIENCE", "60")
+    scheduler = RemoteScheduler(LIMITS, print)
+    ranks, starts = serve(scheduler, restarts=2)
+    with closing(ranks):
+        ranks.wait_until_ready()
+        os.kill(starts[0][0], signal.SIGSTOP)
+        time.sleep(3 * timings.TIMINGS.suspended_s)
+        os.kill(starts[0][0], signal.SIGCONT)
+        item, posted, _ = sequence(2)
+        scheduler.submit([item])
+        wait_for(posted, 2)
+        assert item.new_tokens == [0, 1] and scheduler.num_restarts == 0 and len(starts) == 1
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_sequence_survives_processes_that_are_lost_while_ranks_start_again(monkeypatch, number):
