@@ -291,10 +291,8 @@ def _length(config: Any, max_length: int | None) -> int:
 
 def _check_packages() -> None:
     try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-
-        import drumline.contact.uvicorn_api  # noqa: F401
+        import drumline.contact.uvicorn_api
+        import drumline.serving.app  # noqa: F401
     except ImportError as error:
         raise DrumlineError(
             f"rank 0: `drumline serve` needs packages that are not installed ({error}); "

@@ -228,10 +228,6 @@ class Scheduler:
         return is_first
 
 
-Batch = Any
-"""A part of the sequences, computed in steps by transformers' manager."""
-
-
 class BatchScheduler(Scheduler):
     """Runs sequences in steps of as many batches at a time as limits.num_batches.
 
@@ -247,7 +243,7 @@ class BatchScheduler(Scheduler):
         self.vocabulary = model.get_input_embeddings().num_embeddings
         self._model, self._chunk = model, limits.max_length
         self._alone = ThreadPoolExecutor(1)  # for what has passes of its own
-        self._batch_of: dict[int, Batch] = {}
+        self._batch_of: dict[int, Any] = {}
         self._batches = self._made_batches(model)
         self._threads = [threading.Thread(target=self._run, args=(b,)) for b in self._batches]
         for batch, thread in zip(self._batches, self._threads, strict=True):
@@ -264,7 +260,7 @@ class BatchScheduler(Scheduler):
         usages: list[float] = [b.pool_usage for b in self._batches if self.num_running]
         return sum(usages) / max(len(self._batches), 1)
 
-    def _made_batches(self, model: Any) -> list[Batch]:
+    def _made_batches(self, model: Any) -> list[Any]:
         """Managers of batches; none if a step shows that the model has none over pages."""
         limits = self.limits
         alone, beside = CHUNK_TOKENS.get(model.device.type, CHUNK_ON_ACCELERATOR)
@@ -351,7 +347,7 @@ class BatchScheduler(Scheduler):
             self.num_new_tokens += 1
             item.append(item.sample(logits[-1]))
 
-    def _add(self, number: int, batch: Batch) -> None:
+    def _add(self, number: int, batch: Any) -> None:
         self._batch_of[number] = batch
         try:
             batch.add_request(self._open[number].tokens, str(number))
@@ -390,7 +386,7 @@ class BatchScheduler(Scheduler):
             if batch := self._batch_of.pop(number, None):
                 batch.cancel_request(str(number))
 
-    def _run(self, batch: Batch) -> None:
+    def _run(self, batch: Any) -> None:
         """Run a batch until it is stopped; anew after a step that failed."""
         while self._closed_by is None:
             try:
@@ -401,7 +397,7 @@ class BatchScheduler(Scheduler):
             except Exception as error:
                 self._start_again(batch, error)
 
-    def _start_again(self, batch: Batch, error: Exception) -> None:
+    def _start_again(self, batch: Any, error: Exception) -> None:
         """End the sequences of the step that failed, and go on with the others."""
         if not batch.names_in_step:  # as there is no memory for pages
             return self.fail(PeerLost(f"rank 0: no step can be made any longer: {error}"))
@@ -417,7 +413,7 @@ class BatchScheduler(Scheduler):
                     self._add(number, batch)
 
 
-def _stop(batch: Batch) -> None:
+def _stop(batch: Any) -> None:
     """Stop a batch, whose thread may have ended with an error, which its sequences have got."""
     if batch.is_running() or batch.failure is not None:
         with contextlib.suppress(Exception):

@@ -47,13 +47,11 @@ def serve_with_restarts(restarts: int, job: launcher.Job, model_path: str, **opt
 
     own = replace(settings, model_path=folder, max_length=endpoint.max_length)
     job = replace(job, args=(job.node_rank, asdict(own)))
-    with endpoint.listener, _restarting(scheduler, job, restarts, on_ready) as ranks:
-        ranks.wait_until_ready()
-        http_server.serve_requests(service, endpoint, settings)
-
-
-def _restarting(*arguments: Any) -> contextlib.closing[RestartingRanks]:
-    try:
-        return contextlib.closing(RestartingRanks(*arguments))
-    except OSError as error:  # other nodes could not connect
-        raise DrumlineError(f"rank 0: {error.strerror}") from error
+    with endpoint.listener:
+        try:
+            ranks = RestartingRanks(scheduler, job, restarts, on_ready)
+        except OSError as error:  # other nodes could not connect
+            raise DrumlineError(f"rank 0: {error.strerror}") from error
+        with contextlib.closing(ranks):
+            ranks.wait_until_ready()
+            http_server.serve_requests(service, endpoint, settings)

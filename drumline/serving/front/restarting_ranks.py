@@ -84,7 +84,8 @@ class RestartingRanks:
             self._scheduler.num_restarts = count
             num_ranks = most
             try:
-                nodes = self._gather(nodes)
+                limit_s = timings.TIMINGS.node_return_s if self._was_ready.done() else None
+                nodes = self._leader.gather(nodes, limit_s, self._is_closed.is_set)
                 if self._is_closed.is_set():
                     return None
                 nodes, num_ranks = nodes_within(nodes, self._leader.ranks_of_nodes, most)
@@ -109,11 +110,6 @@ class RestartingRanks:
             f"{cause}, and no restart is left of --restarts {self._restarts}; start the server "
             "again, and allow more if the reason is gone."
         )
-
-    def _gather(self, nodes: list[int]) -> list[int]:
-        """All nodes that are here, once these are, or were waited for."""
-        limit_s = timings.TIMINGS.node_return_s if self._was_ready.done() else None
-        return self._leader.gather(nodes, limit_s, self._is_closed.is_set)
 
     @property
     def _num_ranks(self) -> int:
