@@ -103,7 +103,7 @@ def distribute(
             module = model.get_submodule(name)
             module.forward = RemoteModule(driver, name, module, rank, kinds[name])
             unsupported.make_read_only(module, name, rank, unrecorded, driver.scale_weight, tied)
-        unsupported.show_device_of_embeddings(model, model._first_device)
+        unsupported.show_device(model, model._first_device)
         _fetch_outputs(model, remote, driver, unrecorded)
         _fetch_inputs(model, remote)
         message_trace.trace_driver(model, driver)

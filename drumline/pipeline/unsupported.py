@@ -13,7 +13,7 @@ from drumline.checkpoint.json_files import MERGE_ADAPTER
 from drumline.contact.caches import without_caches
 from drumline.contact.loading.configs import attention_of, is_config
 from drumline.contact.model_hooks import ModelHooks
-from drumline.contact.model_parts import recorded_output
+from drumline.contact.model_parts import is_model, recorded_output
 from drumline.errors import DrumlineError, RefusedUse
 
 NO_TRAINING = "it is for inference, under torch.no_grad(); train on a model that is whole"
@@ -198,14 +198,19 @@ def make_read_only(
             part.__dict__["forward"] = _RemoteForward(inner, rank)
 
 
-def show_device_of_embeddings(module: nn.Module, device: torch.device) -> None:
-    """Let tables of embeddings that are elsewhere say that they are on this device.
+def show_device(module: nn.Module, device: torch.device) -> None:
+    """Let weights that are elsewhere say that they are on this device, where models ask them.
 
-    Models move tokens there before they call them (Llama 4), and it is from here that they do.
+    Models move tokens to their tables of embeddings before they call these (Llama 4), and what
+    these return to the device of their own first weight (Idefics 3); and it is from here that they
+    do.
     """
-    for part in module.modules():
-        if isinstance(part, nn.Embedding) and isinstance(part.weight, _ReadOnlyTensor):
-            part.weight.__dict__["_device"] = device
+    parts = [*module.modules()]
+    tables = [part.weight for part in parts if isinstance(part, nn.Embedding)]
+    firsts: list[Any] = [next(part.parameters(), None) for part in parts if is_model(part)]
+    for weight in (*tables, *firsts):
+        if isinstance(weight, _ReadOnlyTensor):
+            weight.__dict__["_device"] = device
 
 
 def make_weights_read_only(

@@ -67,6 +67,7 @@ def check_elsewhere(name: str, config: Any, folder: Path) -> str:
         ("CTRLLMHeadModel", "device_map puts 'transformer.pos_encoding' on rank 1 cpu"),
         ("BigBirdForCausalLM", "device_map puts 'bert.encoder.layer.0' on rank 1 cpu"),
         ("GraniteSWAForCausalLM", "runs"),
+        ("Idefics3ForConditionalGeneration", "runs"),
         ("Gemma4ForConditionalGeneration", "device_map puts 'lm_head' on rank 1 cpu"),
     ],
 )
