@@ -14,6 +14,7 @@ from drumline.contact.batching.paced_scheduler import (
     part_of_step,
 )
 from drumline.pipeline.paged_generation import BatchedRanks
+from drumline.serving import scheduler as scheduler_module
 from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import CHUNK_TOKENS, PAGE_SIZE, BatchScheduler, ServingLimits
 from drumline.serving.scheduler import Generation as Sequence
@@ -257,6 +258,34 @@ def test_a_family_without_pages_is_served_one_sequence_at_a_time_and_said_so(
     texts, largest = on_master(plain[1], 2, work)
     assert texts == [alone(plain, [5, 6, 7 + number]) for number in range(3)] and largest == 1
     assert "answered one at a time" in caplog.text
+
+
+def test_one_at_a_time_a_sequence_that_fails_is_cancelled_or_not_read_ends_alone(
+    plain, loaded, monkeypatch
+):
+    """A step that fails ends its own sequence, and one that was cancelled while it waited is not
+    begun."""
+
+    def refuse(*_, **__):
+        raise ValueError("no pages")
+
+    def fail_once(*_):
+        hook.remove()
+        raise MemoryError("no memory for this step")
+
+    monkeypatch.setattr(scheduler_module, "tried_manager", refuse)
+    hook = loaded.register_forward_pre_hook(fail_once)
+    with scheduling(loaded) as (scheduler, sizes):
+        clients = [Client([5]), Client([6]), Client([5, 6, 7]), Client([8], ENDLESS), Client([9])]
+        clients[1].sequence.cancel()
+        submit(scheduler, *clients)
+        assert clients[2].tokens() == alone(plain, [5, 6, 7])
+        assert clients[3].has_begun.wait(60)
+        assert scheduler.num_running == scheduler.num_waiting == 1
+    assert isinstance(clients[0].reason, MemoryError) and clients[1].reason == "cancelled"
+    assert all("is being stopped" in str(client.reason) for client in clients[3:])
+    assert len(clients[3].sequence.new_tokens) < 1900 and not clients[1].sequence.new_tokens
+    assert sizes[:2] == [3, 1]
 
 
 def test_an_error_of_one_sequence_ends_no_other_of_its_batch(plain, loaded):
