@@ -127,13 +127,11 @@ def _serve(options: argparse.Namespace) -> None:
         if job is None:
             _on_ranks(options, None, "drumline.serving.http_server", "serve", (), settings)
         elif job.node_rank:
-            from drumline.serving.front.rank_launch import follow_front
-
-            follow_front(dataclasses.replace(job, args=("", (), job.node_rank, settings)))
+            launch = importlib.import_module("drumline.serving.front.rank_launch")
+            launch.follow_front(dataclasses.replace(job, args=("", (), job.node_rank, settings)))
         else:
-            from drumline.serving.front.front_server import serve_with_restarts
-
-            serve_with_restarts(options.restarts, job, **settings)
+            front = importlib.import_module("drumline.serving.front.front_server")
+            front.serve_with_restarts(options.restarts, job, **settings)
 
 
 def _job_of_nodes(
