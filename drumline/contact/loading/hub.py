@@ -16,6 +16,8 @@ from drumline.errors import CheckpointError
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py")
 """What a model is made of; other formats of the same weights stay where they are."""
+COPIES = ("*/*.safetensors", "consolidated*.safetensors")
+"""The same weights once more, by names that their makers' own code has: gpt-oss, Mistral."""
 
 
 def is_hub_id(path: str | Path) -> bool:
@@ -33,9 +35,12 @@ def local_folder(path: str | Path, revision: str | None = None, gguf: str | None
         return Path(path)
     from huggingface_hub import snapshot_download  # not needed for a folder
 
-    patterns = [gguf] if gguf else list(PATTERNS)
+    parts, copies = [gguf] if gguf else [*PATTERNS], [*COPIES]
     try:
-        return Path(snapshot_download(str(path), revision=revision, allow_patterns=patterns))
+        folder = snapshot_download(
+            str(path), revision=revision, allow_patterns=parts, ignore_patterns=copies
+        )
+        return Path(folder)
     except (OSError, ValueError) as error:
         why = textwrap.shorten(str(error), 300)
         raise CheckpointError(

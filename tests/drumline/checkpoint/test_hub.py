@@ -24,6 +24,8 @@ from drumline.strategies.opening import open_checkpoint
 from drumline.strategies.with_model import read_generator, with_model
 
 COMMIT = "c0ffee" + 34 * "0"
+OTHER_COPIES = ("pytorch_model.bin", "original/model.safetensors", "consolidated.safetensors")
+"""The same weights, as transformers does not load them."""
 ID = "tests/llama"
 
 
@@ -51,7 +53,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
             return self._send(json.dumps({"id": ID, "sha": COMMIT}).encode())
         if path == f"/api/models/{ID}/tree/{COMMIT}":
             sizes = {file.name: file.stat().st_size for file in self.server.folder.iterdir()}
-            sizes["pytorch_model.bin"] = 1 << 30
+            sizes |= dict.fromkeys(OTHER_COPIES, 1 << 30)
             files = [
                 {"type": "file", "path": name, "size": size, "oid": hashlib.sha1(b"").hexdigest()}
                 for name, size in sizes.items()
@@ -115,7 +117,7 @@ def test_a_model_of_the_hub_is_fetched_once_and_generates_the_tokens_of_its_fold
     assert _generate() == tokens
     assert "Bearer hf_secret" in hub.tokens
     fetched = sorted(hub.asked)
-    assert "model.safetensors" in fetched and "pytorch_model.bin" not in fetched
+    assert "model.safetensors" in fetched and not {*OTHER_COPIES} & {*fetched}
     assert _generate(revision="v1") == tokens and sorted(hub.asked) == fetched
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert _generate(revision=COMMIT) == tokens and sorted(hub.asked) == fetched
