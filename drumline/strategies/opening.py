@@ -211,12 +211,12 @@ def checkpoint_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtyp
     source = ""
     if dtype in (None, "auto"):
         dtype = getattr(config, "dtype", None) or torch.float32
-        kind, source = CheckpointError, "config.json has "
+        kind, source = CheckpointError, "config.json: "
     resolved = getattr(torch, str(dtype).removeprefix("torch."), None)
     usual = resolved in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     if not isinstance(resolved, torch.dtype) or not usual:
         raise kind(
-            f"{source}dtype={dtype!r} is none that the weights of a model can have, so nothing was "
+            f"{source}dtype={dtype!r} is not one that weights of a model can have, so nothing was "
             "loaded; give float32, bfloat16 or float16."
         )
     return resolved

@@ -346,9 +346,9 @@ class LoraAdapter:
         if saved is not None and not _is_list_of_names(saved):
             raise FieldError(f"modules_to_save={saved!r:.60} is not a list of names")
         if (bias := self.settings.get("bias", "none")) not in BIASES:
-            raise FieldError(f"bias={bias!r:.60} is none of {', '.join(BIASES)}")
+            raise FieldError(f"bias={bias!r:.60} is not one of {', '.join(BIASES)}")
         if (task := self.settings.get("task_type")) not in TASKS:
-            raise FieldError(f"task_type={task!r:.60} is none of peft's")
+            raise FieldError(f"task_type={task!r:.60} is not one of peft's")
         self._check_layers(targets)
 
     def _check_layers(self, targets: Any) -> None:

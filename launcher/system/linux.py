@@ -103,7 +103,7 @@ def shell_exit_code(status: int) -> int:
 
 def open_now(path: str | os.PathLike[str]) -> BufferedReader:
     """A file to read; of a pipe to which nobody writes it has nothing, where open() would wait."""
-    file = FileIO(path, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
+    file = FileIO(os.fspath(path), opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
     os.set_blocking(file.fileno(), True)
     return BufferedReader(file)
 

@@ -125,7 +125,7 @@ def _check(event: dict[str, Any]) -> None:
         if kinds != [str, str, int] or not isinstance(event.get("args", {}), dict):
             raise ValueError(f"a name, kind, thread or arguments of another type: {event!s:.200}")
         if event["cat"] not in COLOURS:
-            raise ValueError(f"an event that is none of {', '.join(COLOURS)}: {event!s:.200}")
+            raise ValueError(f"an event that is not one of {', '.join(COLOURS)}: {event!s:.200}")
         if not event["dur"] >= 0 * event["ts"]:
             raise ValueError(f"an event that ends before it starts: {event}")
 

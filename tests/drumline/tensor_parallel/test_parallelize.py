@@ -837,7 +837,7 @@ def test_a_tied_tensor_that_a_plan_shards_in_two_ways_is_refused():
         ({"mesh": {"tp": 2}, "tp": 1}, "contradicts"),
         ({"tp": 3}, "divide"),
         ({"tp": 2, "build_on": "disk"}, "build_on"),
-        ({"tp": 2, "dtype": "flot16"}, "dtype='flot16' is none that"),
+        ({"tp": 2, "dtype": "flot16"}, "dtype='flot16' is not one that"),
         ({"tp": 2, "length": 64}, "length=64 says how to spread"),
         ({"device": "cpu"}, "for ranks that shard layers"),
     ],

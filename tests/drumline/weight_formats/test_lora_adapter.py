@@ -302,7 +302,7 @@ LIES = [
     ({"target_modules": ["q_proj", "v_proj", "mlp"]}, r"name model.layers.0.mlp \(LlamaMLP\)"),
     ({"target_modules": "['q_proj', 'v_proj']"}, "which its target_modules do not name"),
     ({"target_modules": "(q|v)*_proj"}, "repeats a group"),
-    ({"task_type": math.nan}, "task_type=nan is none of peft's"),
+    ({"task_type": math.nan}, "task_type=nan is not one of peft's"),
     ({"modules_to_save": 7}, "modules_to_save=7 is not a list"),
     ({"modules_to_save": [""]}, "modules_to_save=.* is not a list of names"),
     ({"modules_to_save": ["lm_head"]}, "has not lm_head.weight, which its modules_to_save name"),
@@ -317,8 +317,8 @@ LIES = [
     ({"layers_to_transform": 0, "layers_pattern": "(a+)+"}, "layers_pattern=.* is not the name"),
     ({"layers_pattern": "layers"}, "layers_pattern stands without"),
     ({"layers_to_transform": 0, "target_modules": ".*"}, "stands beside a pattern of names"),
-    ({"bias": "some"}, "bias='some' is none of"),
-    ({"bias": None}, "bias=None is none of"),  # which peft refuses, too
+    ({"bias": "some"}, "bias='some' is not one of"),
+    ({"bias": None}, "bias=None is not one of"),  # which peft refuses, too
     ({"alpha_pattern": None}, "alpha_pattern=None is not an object"),
 ]
 

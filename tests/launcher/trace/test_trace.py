@@ -249,7 +249,7 @@ def _span(start, took, **other):
         ([_span(1, 1, ph="Q")], "unknown kind"),
         *[([_span(1, 1, **{name: {}})], "of another type") for name in ("name", "cat", "tid")],
         ([_span(1, 1, args=7)], "of another type"),
-        ([_span(1, 1, cat="sleep")], "none of start, wait, move, work"),
+        ([_span(1, 1, cat="sleep")], "not one of start, wait, move, work"),
         (None, "is not a trace"),
     ],
 )
@@ -258,6 +258,12 @@ def test_a_file_that_is_no_trace_is_an_error(tmp_path, events, message):
     with pytest.raises(ValueError, match=r"out\.json is not a trace") as raised:
         merge_traces.read([tmp_path / "out.json"])
     assert message in str(raised.value)
+
+
+def test_a_folder_in_place_of_a_trace_is_named_as_it_was_given(tmp_path):
+    """It was PosixPath('...')."""
+    with pytest.raises(IsADirectoryError, match=f": '{tmp_path}'"):
+        merge_traces.read([tmp_path])
 
 
 def test_a_file_that_nests_without_end_is_no_trace(tmp_path):
