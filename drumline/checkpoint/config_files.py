@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import shlex
 import textwrap
@@ -15,11 +16,12 @@ from drumline.checkpoint.headers.file_bounds import (
     MAX_LAYERS,
     OF_TYPE,
     PER_LAYER,
+    Bound,
     FieldError,
 )
 from drumline.checkpoint.headers.gguf_header import read_gguf_header
 from drumline.checkpoint.json_files import check_has_config, check_regular_files, read_json
-from drumline.checkpoint.safetensors_index import Index, read_index
+from drumline.checkpoint.safetensors_index import read_index
 from drumline.contact.loading import configs
 from drumline.contact.loading.generation_fields import misfit
 from drumline.contact.loading.models import ANY_MODEL, causal_class_reference, class_from_code
@@ -35,8 +37,6 @@ LAYER_COUNTS = (
     "_depth",
 )
 """Endings of the names, with _ before them, of fields that hold a number of layers."""
-MAX_CONFIG_VALUES = 100_000
-"""transformers copies them several times. Those with most name each of 22,000 labels twice."""
 LAYERS_OF_MODEL = ("num_hidden_layers", "n_layer")
 """Fields that no model has as 0: transformers would make one without any layer."""
 
@@ -44,7 +44,7 @@ LAYERS_OF_MODEL = ("num_hidden_layers", "n_layer")
 def read_config(
     path: str | Path, adapter: str | Path | None = None, trust_remote_code: bool = False
 ) -> Any:
-    """The config of a checkpoint. Raises CheckpointError unless its files are complete.
+    """The config of a checkpoint. Raises CheckpointError unless its descriptions are complete.
 
     adapter: the folder of one that is to be applied; without it, there must be none beside.
     trust_remote_code: run the Python files of the checkpoint, if it has a config of its own.
@@ -54,7 +54,7 @@ def read_config(
     check_has_config(folder, adapter)
     content = read_json(folder / "config.json")
     _check_no_pickles(folder, content)
-    _check_numbers(folder, content, read_index(folder))
+    _check_numbers(folder, content)
 
     def describe(error: Exception) -> CheckpointError:
         is_known = configs.knows_model_type(str(content.get("model_type")))
@@ -149,25 +149,27 @@ def read_generation_config(path: str | Path) -> Any:
         return configs.read_generation_settings(path, is_in_config=not is_there)
 
 
-def _check_numbers(folder: Path, content: Mapping[str, Any], index: Index) -> None:
+def _check_numbers(folder: Path, content: Mapping[str, Any]) -> None:
     """Raise for numbers that no model has, and for more layers than there are tensors.
 
     To make them all would take hours and all memory, for nothing.
     """
-    most = max(len(index), MAX_LAYERS)
+    num_tensors = functools.cache(lambda: len(read_index(folder)))
     try:
-        for number, (name, value) in enumerate(_all_fields(content)):
-            if number == MAX_CONFIG_VALUES:
-                raise FieldError(f"more than {MAX_CONFIG_VALUES} values, up to {name}")
-            least = int(name in LAYERS_OF_MODEL)
-            bound = CONFIG.get(name, CONFIG.get(_last_word(name)))
+        for name, value in _all_fields(content):
             is_number, is_count = type(value) in (int, float), f"_{name}".endswith(LAYER_COUNTS)
-            if is_number and is_count and not least <= value <= most:
-                raise FieldError(f"{name}={value!r:.20}, but the files hold {len(index)} tensors")
+            least = int(name in LAYERS_OF_MODEL)
+            is_usual = not (is_number and is_count) or least <= value <= MAX_LAYERS
+            if not is_usual and not least <= value <= num_tensors():
+                raise FieldError(
+                    f"{name}={value!r:.20}, but the files hold {num_tensors()} tensors"
+                )
             is_flag = isinstance(value, bool) and name not in CONFIG
-            if value is None or is_flag or not (is_number or bound):
+            bound = _bound(name) or OF_TYPE.get(type(value))
+            if value is None or is_flag or bound is None:
                 continue  # nothing, or what transformers checks
-            replace(bound or OF_TYPE[type(value)], name=name).check(value)
+            if not bound.holds(value):
+                replace(bound, name=name).check(value)
     except FieldError as error:
         raise CheckpointError(
             f"{folder}/config.json has {error}. Take the config.json that was saved with these "
@@ -179,15 +181,28 @@ def _last_word(name: str) -> str:
     return name.rpartition("_")[2]
 
 
+def _bound(name: str) -> Bound | None:
+    return CONFIG.get(name, CONFIG.get(_last_word(name)))
+
+
 def _all_fields(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The fields of a config and of the configs in it; each element of what may be a list."""
-    todo = [content]
+    """The values of a config, and of the configs and lists in it, by the names of the fields.
+
+    A list whose field has a bound is one value, or one for each layer.
+    """
+    todo: list[tuple[str, Any]] = [("", content)]
     while todo:
-        for name, value in todo.pop().items():
-            is_single = {name, _last_word(name)} & {*CONFIG} - PER_LAYER
-            elements = value if isinstance(value, list) and not is_single else [value]
-            yield from ((name, element) for element in elements)
-            todo += [element for element in elements if isinstance(element, dict)]
+        name, value = todo.pop()
+        if isinstance(value, dict):
+            todo += value.items()
+        if not isinstance(value, list):
+            yield name, value
+        elif _bound(name) is None:
+            todo += [(name, element) for element in value]
+        elif name in PER_LAYER or _last_word(name) in PER_LAYER:
+            yield from ((name, element) for element in value)
+        else:
+            yield name, value
 
 
 def _check_no_pickles(folder: Path, content: Mapping[str, Any]) -> None:

@@ -110,7 +110,8 @@ class CopyCheck:
     def __init__(self, coor: Coordinator, path: Path, index: Index, copies: Copies, key: str):
         self._coor, self._path, self._index, self._copies = coor, path, index, copies
         self._key, self._problem, self._is_over = key, "", threading.Event()
-        self._names = sorted(index, key=lambda name: (index[name].file, index[name].offset))
+        names = index if len(copies) > 1 else ()  # those that are compared
+        self._names = sorted(names, key=lambda name: (index[name].file, index[name].offset))
         nbytes = sum(stored.nbytes for stored in index.values())
         self._num_readers = min(map(len, copies), default=1)
         self._is_small = nbytes <= AT_ONCE_NBYTES * self._num_readers

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from drumline.checkpoint.headers.file_bounds import JSON, Bound, FieldError
 from drumline.errors import CheckpointError
 
 MERGE_ADAPTER = (
@@ -21,6 +24,8 @@ ADAPTER_FILE = "adapter_model.safetensors"
 MAX_DESCRIPTION_NBYTES = 256 << 20
 """Of a file that is read whole; the largest tokenizers have 40 MB."""
 DESCRIPTIONS = (".json", ".jinja", ".model", ".txt")
+MAX_DEPTH = 32
+"""Of JSON: transformers copies a config by recursion, in which each list costs as much as ten."""
 
 
 def gguf_path(path: str | Path, name: str | None) -> Path | None:
@@ -47,6 +52,14 @@ def check_regular_file(file: Path) -> None:
             f"{file} is not an ordinary file ({stat.filemode(mode)}), so reading it might never "
             "end; put the file of the checkpoint there."
         )
+    bound = _values_bound(file)
+    if file.suffix == ".json" and status.st_size > bound.most:
+        try:
+            _check_num_values(file.read_bytes(), bound)
+        except FieldError as error:
+            raise CheckpointError(
+                f"{file} has {error}, and would take hours and fill the memory; copy it again."
+            ) from error
 
 
 def check_regular_files(folder: Path) -> None:
@@ -86,24 +99,64 @@ def check_has_config(folder: Path, adapter: str | Path | None = None) -> None:
 
 def distinct_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object, in which no name has two values: readers differ in which one they take."""
-    fields: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in fields and fields[name] != value:
-            raise ValueError(f"{name:.99} appears twice in it")
-        fields[name] = value
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        for name, value in pairs:
+            if fields[name] != value:
+                raise ValueError(f"{name:.99} appears twice in it")
     return fields
+
+
+def _values_bound(file: Path) -> Bound:
+    """Of the values in a file of this name."""
+    return JSON.get(
+        "index.json" if file.name.endswith(".index.json") else file.name, JSON["others"]
+    )
+
+
+def _check_num_values(data: bytes, bound: Bound) -> None:
+    """Raise FieldError for more values than a file has, before they take memory.
+
+    Each is behind a comma or a bracket. Those within texts are counted, too.
+    """
+    replace(bound, name="number of values").check(sum(map(data.count, (b",", b"[", b"{"))))
+
+
+def json_object(
+    data: bytes,
+    bound: Bound,
+    make: Callable[[list[tuple[str, Any]]], Any] = distinct_fields,
+) -> dict[str, Any]:
+    """The JSON object that is all of a text. Raises ValueError or FieldError unless it is one.
+
+    make: an object within it, of its names and values.
+    """
+    _check_num_values(data, bound)
+    content = json.loads(data.decode(), object_pairs_hook=make)
+    if not isinstance(content, dict):
+        raise ValueError(f"it is a {type(content).__name__}")
+    return content
+
+
+def _check_depth(content: dict[str, Any]) -> None:
+    """Raise FieldError for lists and objects within more others than those of a file are."""
+    level: list[Any] = [content]
+    for _ in range(MAX_DEPTH):
+        lists = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [value for values in lists for value in values if isinstance(value, dict | list)]
+    if level:
+        raise FieldError(f"a list or object is within {MAX_DEPTH} others")
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """The JSON object that is all of a file."""
     try:
         check_regular_file(file)
-        content = json.loads(file.read_bytes(), object_pairs_hook=distinct_fields)
-        if not isinstance(content, dict):
-            raise ValueError(f"it is a {type(content).__name__}")
-    except (OSError, ValueError, RecursionError) as error:
+        content = json_object(file.read_bytes(), _values_bound(file))
+        _check_depth(content)
+        return content
+    except (OSError, FieldError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{file} holds no JSON object ({error}), so what it describes is unknown; copy it "
             "again."
         ) from error
-    return content

@@ -18,6 +18,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from drumline.checkpoint.json_files import (
     ADAPTER_FILE,
     check_regular_file,
     distinct_fields,
+    json_object,
     read_json,
 )
 from drumline.core.shards import Region
@@ -38,6 +40,7 @@ from launcher import linux
 log = logging.getLogger("drumline")
 
 TORCH_DTYPES = {info.safetensors: info.torch for info in DTYPES if info.safetensors}
+SIZE = SAFETENSORS["size"]
 GIT_LFS_POINTER = int.from_bytes(b"version ", "little")  # what such a file begins with
 CHOSEN_FIRST = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -126,7 +129,8 @@ def read_index(path: str | Path, warns: bool = False) -> dict[str, StoredTensor]
     files = files or _files(folder)
     pairs = [pair for file in files for pair in _header(file)]
     if not listed:
-        _check_distinct(folder, pairs)
+        if len(files) > 1:
+            _check_distinct(folder, pairs)
         return dict(pairs)
     index = {name: stored for name, stored in pairs if listed.get(name) == stored.file}
     other = [f"{name} in {s.file}" for name, s in pairs if listed.get(name) != s.file]
@@ -171,17 +175,23 @@ def _check_distinct(folder: Path, pairs: Sequence[tuple[str, StoredTensor]]) -> 
 
 def _listing(listing: Path) -> dict[str, str]:
     """The file of each tensor as the index of a sharded checkpoint has it."""
-    files = read_json(listing).get("weight_map")
-    if not isinstance(files, dict) or not all(map(_is_file_name, files.values())):
+    files: Any = read_json(listing).get("weight_map")
+    is_map = isinstance(files, dict) and {*map(type, files.values())} <= {str}
+    names = {*files.values()} if is_map else {""}
+    if not all(map(_is_file_name, names)):
         raise CheckpointError(
             f"{listing} has no weight_map from names of tensors to names of files beside it, so "
             "the files are unknown; copy it again."
         )
-    return files
+    try:
+        SAFETENSORS["number of files"].check(len(names), "weight_map")
+    except FieldError as error:
+        raise CheckpointError(f"{listing}: {error}; copy it again.") from error
+    return dict(files)
 
 
 def _is_file_name(name: Any) -> bool:
-    return isinstance(name, str) and name == Path(name).name and name not in ("", "..")
+    return isinstance(name, str) and "/" not in name and name not in ("", ".", "..")
 
 
 def _files(folder: Path) -> list[Path]:
@@ -212,14 +222,12 @@ def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
             if length == GIT_LFS_POINTER:
                 raise ValueError("a pointer of git-lfs stands in its place: `git lfs pull`")
             SAFETENSORS["header length"].check(length, most=size - 8)
-            header = json.loads(stream.read(length).decode(), object_pairs_hook=distinct_fields)
-        if not isinstance(header, dict):
-            raise ValueError("its header is not a JSON object")
+            header = json_object(stream.read(length), SAFETENSORS["number of values"], _entry)
         notes = header.pop("__metadata__", {})
         if not isinstance(notes, dict) or not all(isinstance(v, str) for v in notes.values()):
             raise ValueError(f"__metadata__ is {notes!r:.99} and not texts by name")
         last = 0
-        for begin, end, name, dtype, shape in sorted(_entry(*item) for item in header.items()):
+        for begin, end, name, dtype, shape in sorted(starmap(_checked, header.items())):
             if begin != last:
                 raise ValueError(f"{name} does not begin where the one before it ends")
             last = end
@@ -260,15 +268,30 @@ def _changed(file: Path) -> CheckpointError:
     )
 
 
-def _entry(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
+def _entry(pairs: list[tuple[str, Any]]) -> Any:
+    """One tensor of a header, and whatever else is an object there.
+
+    A tuple of tuples costs the garbage collector nothing; it would go over each list, many times.
+    """
+    fields = distinct_fields(pairs)
+    offsets, shape, dtype = map(fields.get, ("data_offsets", "shape", "dtype"))
+    if isinstance(offsets, list) and isinstance(shape, list):
+        return tuple(offsets), tuple(shape), dtype
+    return fields
+
+
+def _checked(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
     """Begin, end, name, dtype and shape of one tensor of a header."""
-    if not isinstance(entry, dict):
-        raise ValueError(f"{name} is {entry!r:.99} and no tensor")
-    offsets, shape = (_sizes(name, key, entry.get(key)) for key in ("data_offsets", "shape"))
+    if not isinstance(entry, tuple):
+        raise ValueError(f"{name} is {entry!r:.99} and not a tensor, with lists of sizes")
+    offsets, shape, dtype = entry
+    if not all(map(SIZE.holds, offsets + shape)):
+        for number in offsets + shape:
+            SIZE.check(number, f"{name}, in data_offsets or shape,")
+    SAFETENSORS["dimensions"].check(len(shape), name)
     begin, end = offsets if len(offsets) == 2 else (1, 0)
     if begin > end:
-        raise ValueError(f"{name} has the data_offsets {offsets!r:.99}, no begin and end")
-    dtype = entry.get("dtype")
+        raise ValueError(f"{name} has data_offsets={offsets!r:.99}, not a begin and an end")
     if not isinstance(dtype, str) or dtype not in TORCH_DTYPES:
         raise ValueError(f"{name} is of dtype {dtype!r:.99}, which torch does not have")
     if dtype == "F4":  # two of them are one element for torch
@@ -276,14 +299,6 @@ def _entry(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
             raise ValueError(f"{name} has the shape {shape}, and F4 comes in pairs")
         shape = (*shape[:-1], shape[-1] // 2)
     return begin, end, name, dtype, shape
-
-
-def _sizes(name: str, key: str, numbers: Any) -> tuple[int, ...]:
-    """A few whole numbers from 0 on: two negative ones of a shape have a product like any other."""
-    if not isinstance(numbers, list):
-        raise ValueError(f"{name} has the {key} {numbers!r:.99}, no list of sizes")
-    SAFETENSORS["dimensions"].check(len(numbers), f"{name}.{key}")
-    return tuple(SAFETENSORS["size"].check(number, f"{name}.{key}") for number in numbers)
 
 
 def index_to_json(index: Index) -> bytes:

@@ -1,6 +1,6 @@
 """The bounds of the fields of files that anyone may have written: one table for all formats.
 
-GGUF["version"].check(version)                       # FieldError: version is 7, no integer from ...
+GGUF["version"].check(version)        # FieldError: version=7, which is not an integer from 2 to 3
 ADAPTER["r"].check(content["r"], "adapter_config.json")
 
 A reader checks a field before it uses it: before it reads, allocates or counts to it.
@@ -33,18 +33,21 @@ class Bound:
     most: float
     reason: str
 
+    def holds(self, value: Any, most: float = math.inf) -> bool:
+        """True for a number within the bounds; NaN never is."""
+        is_number = type(value) is int or (type(value) is float and self.kind is float)
+        return is_number and self.least <= value <= min(most, self.most)
+
     def check(self, value: Any, owner: str = "", most: float = math.inf) -> Any:
         """The value. Raises FieldError unless it is a number within the bounds.
 
         owner: of the field, such as a tensor. most: a limit that this file sets.
         """
-        kinds = (int,) if self.kind is int else (int, float)
-        limit = min(most, self.most)
-        if type(value) not in kinds or not self.least <= value <= limit:  # NaN is never between
-            noun = "integer" if self.kind is int else "number"
+        if not self.holds(value, most):
+            noun = "an integer" if self.kind is int else "a number"
             raise FieldError(
-                f"{owner}{' has ' if owner else ''}{self.name}={value!r:.60}, which is no {noun} "
-                f"from {self.least:g} to {limit:g} ({self.reason})"
+                f"{owner}{' has ' if owner else ''}{self.name}={value!r:.60}, which is not {noun} "
+                f"from {self.least:g} to {min(most, self.most):g} ({self.reason})"
             )
         return value
 
@@ -61,7 +64,18 @@ MAX_SIZE = (1 << 31) - 1
 BITS_32, HUNDREDS = "32 bits, with a sign", "models have a few hundred"
 VARIANCE = "it is added to a variance"
 
+LABELS, WORDS = "some name 22,000 labels twice", "some have 65,000 tokens, with eight each"
+JSON = _table(
+    Bound("config.json, generation_config.json, adapter_config.json", int, 0, 1 << 17, LABELS),
+    Bound("chat_template.json, special_tokens_map.json", int, 0, 1 << 17, LABELS),
+    Bound("tokenizer_config.json, added_tokens.json", int, 0, 1 << 19, WORDS),
+    Bound("index.json", int, 0, 1 << 19, "the largest models have 210,000 tensors"),
+    Bound("others", int, 0, 1 << 22, "tokenizers have 800,000 words and merges"),
+)
+"""The number of values of a file, by its name; those of files that nobody reads are others."""
 SAFETENSORS = _table(
+    Bound("number of files", int, 0, 1 << 13, "the largest models have a few hundred"),
+    Bound("number of values", int, 0, 1 << 20, "eight for each of 100,000 tensors"),
     Bound("header length", int, 0, 100_000_000, "the format's own limit"),
     Bound("dimensions", int, 0, 64, "of a tensor that torch reduces, dim_bitset_size"),
     Bound("size", int, 0, MAX_INT64, "64 bits, with a sign"),

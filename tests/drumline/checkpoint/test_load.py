@@ -358,11 +358,11 @@ LLAMA = '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], '
     [
         ("{", "config.json holds no JSON object"),
         ('{"model_type": "nobody"}', "config.json describes no model"),
-        (f'{LLAMA} "hidden_size": "x"}}', "has hidden_size='x', which is no integer from 1"),
+        (f'{LLAMA} "hidden_size": "x"}}', "has hidden_size='x', which is not an integer from 1"),
         (f'{LLAMA} "hidden_act": 5}}', "Field 'hidden_act' expected str"),
         (f'{LLAMA} "num_attention_heads": 0}}', "describes no model"),
         ('{"model_type": "clipseg_text_model", "architectures": ["x"]}', "['x'] and the type"),
-        (f'{LLAMA} "vocab_size": -5}}', "has vocab_size=-5, which is no integer from 0"),
+        (f'{LLAMA} "vocab_size": -5}}', "has vocab_size=-5, which is not an integer from 0"),
         (f'{LLAMA} "hidden_act": "x"}}', "no LlamaForCausalLM can be built"),
     ],
 )
