@@ -78,7 +78,7 @@ def read_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a checkpoint, or of a GGUF file."""
     folder, options = Path(path), {}
     if folder.suffix == ".gguf":
-        read_gguf_header(folder)  # which names a field that lies
+        header = read_gguf_header(folder)  # which names a field that lies
         folder, options = folder.parent, {"gguf_file": folder.name}
     check_regular_files(folder)
     settings = folder / "tokenizer_config.json"
@@ -96,6 +96,8 @@ def read_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
         )
 
     with blamed_on_file(describe):
+        if "gguf_file" in options and not {"auto_map", "tokenizer_class"} & {*content}:
+            options["config"] = configs.config_of_gguf(header.summary, folder)
         tokenizer = configs.read_tokenizer(folder, trust_remote_code=trust_remote_code, **options)
         if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
             raise ValueError("its vocabulary is empty")  # as transformers makes one of no files

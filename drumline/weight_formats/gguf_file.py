@@ -3,7 +3,7 @@
 source = find_gguf(coor, "model-Q4_K_M.gguf")
 source = read_gguf_weights(source, model_on_meta, torch.float32)
 
-The format is read by the library gguf, and tensors get their names and order by the tables of
+The library gguf makes numbers of blocks, and tensors get their names and order by the tables of
 transformers.
 """
 
@@ -24,7 +24,7 @@ from coordinator import Coordinator
 from drumline.checkpoint.headers.gguf_header import GgufHeader, import_gguf, read_gguf_header
 from drumline.checkpoint.safetensors_index import ComputedTensor, Index, StoredTensor, TensorReader
 from drumline.checkpoint.source import CheckpointFiles, config_from_json, share_index
-from drumline.contact.loading.configs import read_config
+from drumline.contact.loading.configs import config_of_gguf
 from drumline.contact.loading.gguf_tables import names_by_stored, weight_processor
 from drumline.contact.releases import installed
 from drumline.core.consistency import run_on_all_ranks
@@ -282,12 +282,12 @@ def _check_dequantizes(file: Path, name: str, kind: Any) -> None:
 
 def open_gguf(file: Path) -> CheckpointFiles:
     """The file, its index and its config, for one process alone."""
-    index = _tensors(file, read_gguf_header(file))
-    return CheckpointFiles(file, index, (0,), _config(file))
+    header = read_gguf_header(file)
+    return CheckpointFiles(file, _tensors(file, header), (0,), _config(file, header))
 
 
-def _config(file: Path) -> Any:
-    """The config of a file whose header is known to be whole."""
+def _config(file: Path, header: GgufHeader) -> Any:
+    """The config of a file, made of a summary in memory."""
 
     def describe(error: Exception) -> CheckpointError:
         return CheckpointError(
@@ -296,7 +296,7 @@ def _config(file: Path) -> Any:
         )
 
     with blamed_on_file(describe):
-        return read_config(file.parent, gguf_file=file.name)
+        return config_of_gguf(header.summary, file.parent)
 
 
 def read_gguf_weights(source: CheckpointFiles, model: Any, dtype: torch.dtype) -> CheckpointFiles:

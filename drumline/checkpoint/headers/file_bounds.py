@@ -61,6 +61,7 @@ MAX_LAYERS = 1000
 """More layers than any model has that uses the tensors of one layer for many, as ALBERT does."""
 MAX_SIZE = (1 << 31) - 1
 """Of one size of a model, as GGUF's readers hold it."""
+MAX_ALIGNMENT = 1 << 16
 BITS_32, HUNDREDS = "32 bits, with a sign", "models have a few hundred"
 VARIANCE = "it is added to a variance"
 
@@ -87,12 +88,12 @@ GGUF = _table(
     Bound("name length", int, 1, 64, "GGML_MAX_NAME"),
     Bound("key length", int, 1, (1 << 16) - 1, "the format's own limit"),
     Bound("string length", int, 0, 1 << 24, "chat templates have a few thousand bytes"),
-    Bound("array length", int, 0, 1 << 12, "one for each layer, or a few names"),
-    Bound("number of words", int, 0, 1 << 20, "vocabularies have less than a million tokens"),
+    Bound("array length", int, 0, 1 << 12, "of all arrays: one for each layer, or a few names"),
+    Bound("number of words", int, 0, 1 << 21, "with their scores, types and merges"),
     Bound("precompiled_charsmap", int, 0, 1 << 18, "sentencepiece's have 240,000 bytes"),
     Bound("n_dims", int, 1, 4, "GGML_MAX_DIMS"),
     Bound("dimension", int, 1, (1 << 48) - 1, "no memory has more elements"),
-    Bound("general.alignment", int, 1, 1 << 16, "files use 32"),
+    Bound("general.alignment", int, 1, MAX_ALIGNMENT, "files use 32"),
     Bound("split.count", int, 0, 1, "a model in several files is merged by llama-gguf-split"),
 )
 GGUF_MODEL = _table(

@@ -4,31 +4,31 @@ header = read_gguf_header(Path("model.gguf"))
 header.tensors["blk.0.attn_q.weight"].offset      # in the file, in bytes
 
 The format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) and what llama.cpp refuses in
-it (gguf_init_from_file in ggml/src/gguf.cpp). A library reads the file again only after this.
+it (gguf_init_from_file in ggml/src/gguf.cpp). Libraries get a summary of it, or read it after this.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from drumline.checkpoint.headers.file_bounds import GGUF, GGUF_MODEL, TOKEN_ID, FieldError
+from drumline.checkpoint.headers.file_bounds import (
+    GGUF,
+    GGUF_MODEL,
+    MAX_ALIGNMENT,
+    TOKEN_ID,
+    FieldError,
+)
 from drumline.checkpoint.json_files import check_regular_file
 from drumline.checkpoint.safetensors_index import FileState, file_state
 from drumline.errors import CheckpointError
 
 SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 STRING, ARRAY = 8, 9
-MAX_VALUES = 4096
-"""Of an array of numbers that is kept: one for each layer; of longer ones the length is."""
-MAX_ENTRIES = 1 << 21
-"""Of all arrays of a file: the library gguf makes an object of each, in some 25 us."""
-ENTRIES_OF_TOKEN = 16
-"""For each token: itself, its score and its type; files have up to three merges."""
 TOKENS, CHARACTERS = "tokenizer.ggml.tokens", "tokenizer.ggml.precompiled_charsmap"
 REQUIRED = ("block_count", "context_length", "embedding_length")
 """Fields without which llama.cpp loads no model; transformers takes another model's values."""
@@ -54,12 +54,16 @@ class GgufTensorInfo:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """The fields by their keys, strings and numbers as they are, and the tensors by their names."""
+    """The fields by their keys, strings and numbers as they are, and the tensors by their names.
+
+    summary: a file without the words and the data of the tensors, of which a config can be made.
+    """
 
     architecture: str
     fields: Mapping[str, Any]
     tensors: Mapping[str, GgufTensorInfo]
     written: FileState
+    summary: bytes
 
 
 def import_gguf() -> Any:
@@ -94,7 +98,8 @@ class _HeaderReader:
     block_sizes: Mapping[int, tuple[int, int]]
     fields: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, GgufTensorInfo] = field(default_factory=dict)
-    lengths: dict[str, int] = field(default_factory=dict)  # of arrays
+    lengths: dict[str, int] = field(default_factory=dict)  # of all arrays with a bound
+    parts: list[bytes] = field(default_factory=list)  # of the summary
 
     def read(self) -> GgufHeader:
         if self._take(4, "magic") != b"GGUF":
@@ -116,8 +121,8 @@ class _HeaderReader:
         if not isinstance(architecture, str):
             raise FieldError(f"general.architecture is {architecture!r:.60} and no name")
         check_model_fields(architecture, self.fields, self.tensors)
-        self._check_entries()
-        return GgufHeader(architecture, self.fields, self.tensors, self.written)
+        summary = _summary(version, self.parts, self.fields, self.tensors)
+        return GgufHeader(architecture, self.fields, self.tensors, self.written, summary)
 
     def __post_init__(self) -> None:
         self.nbytes = self.written.nbytes
@@ -136,16 +141,19 @@ class _HeaderReader:
 
     def _string(self, bound: str, name: str) -> str:
         length = GGUF[bound].check(self._number("Q", name), name)
-        try:
-            return self._take(length, name).decode()
-        except UnicodeDecodeError as error:
-            raise FieldError(f"{name:.99} is not UTF-8 ({error.reason})") from error
+        return _decoded(self._take(length, name), name)
 
     def _read_field(self) -> None:
         key = self._string("key length", f"key {len(self.fields)}")
         if key in self.fields:
             raise FieldError(f"the field {key:.99} appears twice")
-        self.fields[key] = self._value(key, self._number("I", key))
+        start = self.stream.tell()
+        self.fields[key] = value = self._value(key, self._number("I", key))
+        is_long = isinstance(value, str) and len(value) > GGUF["array length"].most
+        if not is_long and not isinstance(value, ArrayLength):
+            nbytes = self.stream.tell() - start
+            self.stream.seek(start)
+            self.parts.append(_string_bytes(key) + self._take(nbytes, key))
 
     def _value(self, key: str, kind: int) -> Any:
         if kind == ARRAY:
@@ -167,23 +175,31 @@ class _HeaderReader:
             )
         name = "number of words" if key.startswith("tokenizer.") else "array length"
         bound = GGUF["precompiled_charsmap" if key == CHARACTERS else name]
-        left = MAX_ENTRIES - sum(self.lengths.values())
-        self.lengths[key] = length = bound.check(self._number("Q", key), key, left)
+        left = bound.most - self.lengths.get(bound.name, 0)
+        length = bound.check(self._number("Q", key), key, left)
+        self.lengths[bound.name] = self.lengths.get(bound.name, 0) + length
         if kind == STRING:
-            for _ in range(length):
-                self._string("string length", key)
+            self._skip_strings(key, length)
             return ArrayLength(length)
         format = f"<{length}{SCALARS[kind]}"
         data = self._take(struct.calcsize(format), key)
-        return list(struct.unpack(format, data)) if length <= MAX_VALUES else ArrayLength(length)
+        is_kept = bound.name == "array length"
+        return list(struct.unpack(format, data)) if is_kept else ArrayLength(length)
 
-    def _check_entries(self) -> None:
-        """Raise FieldError for more entries of arrays than the tokens of the file can have."""
-        lengths, num_tokens = {**self.lengths, CHARACTERS: 0}, self.lengths.get(TOKENS, 0)
-        if sum(lengths.values()) > MAX_VALUES + ENTRIES_OF_TOKEN * num_tokens:
-            length, longest = max((length, key) for key, length in lengths.items())
-            problem = f"{length} entries, and others are there, too many for {num_tokens} tokens"
-            raise FieldError(f"{longest:.99} has {problem}")
+    def _skip_strings(self, key: str, count: int) -> None:
+        """Look at the strings of an array, which may be a million, each in a third of a us."""
+        bound, read = GGUF["string length"], self.stream.read
+        left = min(bound.most, self.nbytes - self.stream.tell())  # of all of them
+        for _ in range(count):
+            length = int.from_bytes(prefix := read(8), "little")
+            if length > left:
+                bound.check(length, key, left)
+            data = read(length)
+            left -= length
+            if len(data) < length or len(prefix) < 8:
+                raise FieldError(f"{key:.99} goes beyond the end of the file, {self.nbytes} bytes")
+            if not data.isascii():
+                _decoded(data, key)
 
     def _tensor_info(self) -> tuple[str, int, tuple[int, ...], int]:
         name = self._string("name length", f"tensor {len(self.tensors)}")
@@ -216,6 +232,35 @@ class _HeaderReader:
             expected = _padded(offset + nbytes, alignment)
         if self.nbytes > begin + expected:
             raise FieldError(f"{self.nbytes - begin - expected} bytes follow its last tensor")
+
+
+def _decoded(data: bytes, name: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise FieldError(f"{name:.99} is not UTF-8 ({error.reason})") from error
+
+
+def _string_bytes(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _summary(
+    version: int, parts: list[bytes], fields: Mapping[str, Any], tensors: Iterable[str]
+) -> bytes:
+    """A GGUF file with some fields of another, the number of its words, and its tensors as scalars.
+
+    For others' readers, which make an object of each word. transformers takes the number from
+    either of two places, and the latter from any model whose own field does not follow.
+    """
+    if isinstance(words := fields.get(TOKENS), ArrayLength):
+        keys = {TOKENS, "llama.vocab_size"} - {*fields} | {TOKENS}
+        counts = [_string_bytes(key) + struct.pack("<II", 4, words.length) for key in keys]
+        parts = counts + parts
+    infos = [_string_bytes(name) + struct.pack("<IQIQ", 1, 1, 0, 0) for name in tensors]
+    header = struct.pack("<4sIQQ", b"GGUF", version, len(infos), len(parts))
+    return b"".join((header, *parts, *infos, bytes(MAX_ALIGNMENT + 4)))
 
 
 def _padded(nbytes: int, alignment: int) -> int:

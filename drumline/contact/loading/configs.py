@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,16 @@ FLOAT_TAG = "__float__"
 def read_config(path: str | Path, **options: Any) -> Any:
     """The config of a folder with a config.json; raises whatever its kind of config does."""
     return api.AutoConfig.from_pretrained(path, **options)
+
+
+def config_of_gguf(summary: bytes, folder: Path) -> Any:
+    """The config of a file of that folder, of its summary, which is a GGUF file in memory."""
+    with open(os.memfd_create("summary.gguf"), "wb") as file:
+        file.write(summary)
+        file.flush()
+        config = read_config("/dev/fd", gguf_file=str(file.fileno()))
+    config.name_or_path = str(folder)
+    return config
 
 
 def is_config(value: Any) -> bool:
@@ -67,9 +78,16 @@ def generation_settings(**fields: Any) -> Any:
     return api.GenerationConfig(**fields)
 
 
-def read_tokenizer(folder: str | Path, **options: Any) -> Any:
-    """The tokenizer of a folder; raises whatever its files come to."""
-    return api.AutoTokenizer.from_pretrained(folder, **options)
+def read_tokenizer(folder: str | Path, config: Any = None, **options: Any) -> Any:
+    """The tokenizer of a folder; raises whatever its files come to.
+
+    config: of the model in a GGUF file, in which an AutoTokenizer makes an object of each word.
+    """
+    kind = api.AutoTokenizer
+    if config is not None:
+        is_own = type(config) in api.TOKENIZER_MAPPING
+        kind = api.TOKENIZER_MAPPING[type(config)] if is_own else api.PreTrainedTokenizerFast
+    return kind.from_pretrained(folder, **options)
 
 
 def response_template(tokenizer: Any, model_type: str) -> dict[str, Any] | None:
