@@ -68,7 +68,7 @@ ADAPTED = nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Multihead
 """Modules that peft can adapt, beside transformers' Conv1D; it refuses a target of another kind."""
 ALL_LINEAR = "all-linear"
 NOT_LITERAL = {*r".^$*+?{}[]\|()"}  # letters with a meaning in a pattern
-PIECE = r"\\[.dw]|\[\^?[^\]\\[]+\]|[\w.-]"
+PIECE = r"\\[.dw]|\[\^?[^\]\\[]+\]|[^\\()\[\]{}|*+?^$]"
 PATTERN_TOKEN = re.compile(
     rf"(?:{PIECE})(?P<repeat>[*+?]?)|(?P<group>\((?:\?:)?(?:{PIECE}|\|)*\))|[\^$]"
 )

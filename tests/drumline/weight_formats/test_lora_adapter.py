@@ -283,7 +283,7 @@ LIES = [
     ({"alpha_pattern": BOMB}, "alpha_pattern|not a plain pattern"),
     ({"rank_pattern": BOMB}, "rank_pattern|not a plain pattern"),
     ({"alpha_pattern": {".*.*.*.*.*.*!": 8}}, "alpha_pattern takes too long"),
-    ({"alpha_pattern": {"a?!": 8}}, "not a plain pattern"),
+    ({"alpha_pattern": {"a??": 8}}, "not a plain pattern"),
     ({"alpha_pattern": {"a?" * 60: 8}}, "alpha_pattern takes too long"),
     ({"alpha_pattern": {"(": 8}}, "not a plain pattern"),
     ({"alpha_pattern": {"[z-a]": 8}}, "is not a pattern"),
@@ -294,6 +294,7 @@ LIES = [
     ({"use_rslora": "false"}, "use_rslora='false'"),
     ({"target_modules": ["v_proj"]}, "q_proj.weight, which its target_modules do not name"),
     ({"target_modules": r".*v_proj"}, "q_proj.weight, which its target_modules do not name"),
+    ({"target_modules": "../x"}, "q_proj.weight, which its target_modules do not name"),
     ({"target_modules": None}, "target_modules=None is neither"),
     ({"corda_config": True}, "corda_config=True is not of type dict"),  # which peft refuses
     ({"target_modules": "\ud800"}, "q_proj.weight, which its target_modules do not name"),
