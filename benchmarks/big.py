@@ -49,7 +49,8 @@ SENT = f"{OURS}, files on one host"
 AGAIN = f"{OURS}, files on one host, second start"
 GROUPS = Path("/sys/fs/cgroup/memory")  # of cgroups(7), version 1; of version 2, its parent
 COLUMNS = (
-    *("over", "link, delay", "right", "commands", "load (s)", "very first token (s)"),
+    *("over", "link, delay", "right", "commands", "load (s)", "of which the link needs (s)"),
+    "very first token (s)",
     *("first token (s)", "of the plan (s)", "plan / seen"),
     *("tokens/s", "of the plan", "plan / seen, tokens/s"),
     *("bytes a token", "peaks (MB)", "ratio"),
@@ -57,10 +58,11 @@ COLUMNS = (
 NOTE = (
     "A thread a rank, batch 1, greedy; medians of 3. Alone a peer is on the first host, once. "
     "delay: from host to host. right: the tokens of transformers; or why nothing was measured. "
-    "commands: to type, one a host; llama.cpp's file was written before. very first token: after "
-    "loading. of the plan: `drumline plan`, for the rate of the links and for measured memory, "
-    "processor and delay. bytes a token: that all hosts sent, from the second token on. peaks: of "
-    "memory on each host, pages of files included, each below its limit. ratio: tokens/s over "
+    "commands: to type, one a host; llama.cpp's file was written before. of which the link needs: "
+    "for the bytes that the first host sent meanwhile. very first token: after loading. of the "
+    "plan: `drumline plan`, for the rate of the links and for measured memory, processor and "
+    "delay. bytes a token: that all hosts sent, from the second token on. peaks: of memory on each "
+    "host, pages of files included, each below its limit. ratio: tokens/s over "
     "those of llama.cpp RPC, or of transformers where that is not given."
 )
 
@@ -96,7 +98,7 @@ def main() -> None:
         for rate, delay_ms in itertools.product(options.rates, options.delays):
             rows = {}
             with LimitedHosts(options, rate, delay_ms) as hosts:
-                for name, row in measured(hosts, options, folder, nbytes, not alone):
+                for name, row in measured(hosts, options, folder, nbytes, rate, not alone):
                     print(f"{name}: {row}", file=sys.stderr)
                     rows[name] = row
             alone = alone or rows[ALONE]
@@ -172,12 +174,13 @@ def remove(group: Path) -> None:
 
 
 def measured(
-    hosts: LimitedHosts, options: Namespace, folder: str, nbytes: int, all_ways: bool
+    hosts: LimitedHosts, options: Namespace, folder: str, nbytes: int, rate: str, all_ways: bool
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each way, and what was measured of it. all_ways: those too that a delay changes little."""
     limit = hosts.limit * 9 // 10 or nbytes * 2 // options.hosts
     dtype = getattr(torch, options.dtype)
     sizes = Namespace(prompt=options.prompt, new=options.new, limit=limit, dtype=dtype)
+    sizes.rate = per_ms(rate) * 1000
     with tempfile.TemporaryDirectory() as cache:
         for name in (OURS, SENT, AGAIN) if all_ways else (OURS,):
             forget_pages(folder)
@@ -318,7 +321,7 @@ def add(
         ]
         table.add(
             *(name, link, is_right, row["commands"], row.get("load_s", "")),
-            *(row.get("coldest_s", ""), *compared[0], *compared[1]),
+            *(row.get("sent_s", ""), row.get("coldest_s", ""), *compared[0], *compared[1]),
             *(row.get("nbytes_a_token", ""), row["peaks"]),
             base / token_s if base and token_s else "",
         )

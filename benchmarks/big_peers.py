@@ -29,13 +29,16 @@ def be_rank(folder: str, options: Namespace) -> dict[str, Any]:
         speeds = drumline.measure_speeds(coor, places, options.dtype)
         pids = coor.allgather_object(os.getpid())
         memory = [options.limit] * coor.world_size
+        sent = sent_nbytes(pids[:1])
         begun = time.perf_counter()
         try:
             model = drumline.load(folder, "balanced", coor, max_memory=memory)
         except drumline.WorkerExit:
             return {}
         with model:
+            sent = sent_nbytes(pids[:1]) - sent
             row = measured(model, options, begun, pids)
+    row["sent_s"] = sent / options.rate
     row["bandwidth"] = [speeds.places[place].nbytes for place in places]
     row["flops"] = max(speeds.places[place].flops for place in places)
     row["hop_s"] = max(link.latency_s for link in speeds.links.values())
