@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import astuple
 from statistics import median
+from typing import Any
 
 import torch
 from torch.nn.functional import linear
@@ -60,15 +61,12 @@ def measure_speeds(
     The numbers are exchanged, so that every rank has the same.
     """
     devices = [device for rank, device in places if rank == coor.rank]
-    speeds: dict[str, DeviceSpeed] = {}
-    machines = [peer.machine for peer in coor.peers]
-    turns = [machines[:rank].count(machine) for rank, machine in enumerate(machines)]
-    for turn in range(max(turns) + 1):
-        if turn == turns[coor.rank]:
-            main = first_device(devices)
-            speeds = {device: measure_place(device, main, dtype) for device in devices}
-        coor.barrier()
-    speeds_by_rank = coor.allgather_object({d: astuple(speed) for d, speed in speeds.items()})
+
+    def measure() -> dict[str, Sequence[float]]:
+        main = first_device(devices)
+        return {device: astuple(measure_place(device, main, dtype)) for device in devices}
+
+    speeds_by_rank = coor.allgather_object(_in_turn(coor, range(coor.world_size), measure))
     by_place = {
         (rank, device): DeviceSpeed(*numbers)
         for rank, by_device in enumerate(speeds_by_rank)
@@ -83,17 +81,20 @@ def measure_machines(
     """The speed of each place that is not offloaded, measured once for each machine. Collective.
 
     None where all ranks are on one machine, which are equal, or have other devices than the first
-    rank of theirs. Takes a second and 128 MiB of memory, on all machines at once.
+    rank of theirs. Takes a second and 128 MiB of memory, on all machines at once; containers of one
+    kernel are machines that take turns, lest they share processors that they will not share later.
     """
     machines = [peer.machine for peer in coor.peers]
     if len({*machines}) == 1:
         return None
     firsts = [machines.index(machine) for machine in machines]
     devices = [first_device(d for owner, d in places if owner == rank) for rank in firsts]
-    own = devices[coor.rank] if firsts[coor.rank] == coor.rank else None
-    speeds = coor.allgather_object(
-        own and astuple(measure_device(own, dtype, best_window, NUM_WINDOWS))
-    )
+
+    def measure() -> Sequence[float] | None:
+        own = devices[coor.rank]
+        return astuple(measure_device(own, dtype, best_window, NUM_WINDOWS)) if own else None
+
+    speeds = coor.allgather_object(_in_turn(coor, sorted({*firsts}), measure))
     by_place = {
         place: DeviceSpeed(*speeds[firsts[place[0]]])
         for place in places
@@ -101,6 +102,19 @@ def measure_machines(
         and place[1].partition(":")[0] == devices[place[0]].partition(":")[0]
     }
     return DeviceSpeeds(by_place)
+
+
+def _in_turn(coor: Coordinator, ranks: Sequence[int], work: Callable[[], Any]) -> Any:
+    """The result of `work`, which these ranks do one after the other on each kernel, of which other
+    host names are containers; None on other ranks. Collective."""
+    kernels = [coor.peers[rank].boot_id for rank in ranks]
+    turns = {rank: kernels[:n].count(kernels[n]) for n, rank in enumerate(ranks)}
+    result = None
+    for turn in range(max(turns.values()) + 1):
+        if turns.get(coor.rank) == turn:
+            result = work()
+        coor.barrier()
+    return result
 
 
 def best_window(took: list[float]) -> float:

@@ -20,6 +20,7 @@ from drumline.planner.measure import (
     equalize_similar_devices,
     measure_device,
     measure_group_speeds,
+    measure_machines,
     measure_place,
     measure_speeds,
 )
@@ -71,12 +72,13 @@ def hosts(monkeypatch):
     return lambda info, host: names.setdefault(threading.get_ident(), host)
 
 
-@pytest.mark.parametrize("num_machines", [1, 2])
-def test_ranks_of_one_machine_measure_in_turn_in_whatever_containers(
-    ranks, hosts, monkeypatch, num_machines
+@pytest.mark.parametrize("measured", ["ranks", "machines"])
+@pytest.mark.parametrize("num_kernels", [1, 2])
+def test_ranks_on_one_kernel_measure_in_turn_in_whatever_containers(
+    ranks, hosts, monkeypatch, num_kernels, measured
 ):
     """Three at once on two cores each had two thirds of one, so that a plan said 3.4 tokens a
-    second where there were 5."""
+    second where there were 5. A container has a host name of its own."""
     together, most = [], []
 
     def note(*_):
@@ -87,13 +89,17 @@ def test_ranks_of_one_machine_measure_in_turn_in_whatever_containers(
         return DeviceSpeed(1e13, 1e10)
 
     def rank(info):
-        hosts(info, f"host{info.rank % num_machines}")
+        hosts(info, f"host{info.rank}")
+        kernels[threading.get_ident()] = f"kernel{info.rank % num_kernels}"
         with Coordinator(info) as coor:
-            return measure_speeds(coor, [(0, "cpu"), (1, "cpu")], torch.float32)
+            measure_all(coor, [(0, "cpu"), (1, "cpu")], torch.float32)
 
-    monkeypatch.setattr(measure, "measure_place", note)
+    kernels = {}
+    measure_all = {"ranks": measure_speeds, "machines": measure_machines}[measured]
+    monkeypatch.setattr(peers, "boot_id", lambda: kernels[threading.get_ident()])
+    monkeypatch.setattr(measure, "measure_device", note)
     ranks(rank, 2, nodes=[1, 1])
-    assert max(most) == num_machines
+    assert len(most) == 2 and max(most) == num_kernels
 
 
 @pytest.mark.parametrize(("slow", "num_layers"), [(0.3, 1), (0.7, 3)])
