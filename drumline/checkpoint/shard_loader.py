@@ -67,7 +67,7 @@ def load_into(
     sources: makes the slices of each tensor from the index of the files; None takes equal names.
     device: of plain tensors, and of DTensors of a mesh on no accelerator.
 
-    Needs the share plus a few blocks of 8 MiB. Raises PlanError or CheckpointError on every rank
+    Needs the share plus a few blocks of 2 MiB. Raises PlanError or CheckpointError on every rank
     before a tensor is read. Ranks that do not open the very same files compare all their bytes.
     """
     files, _ = share_index(coor, path, lambda: assign_readers(coor, mesh, reader)[1])

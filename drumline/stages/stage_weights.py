@@ -58,7 +58,7 @@ def fill(
     dtype: what the model is loaded in, except tensors that it wants wider; as it is, if None.
     progress: a bar on the master; if its stderr is a terminal, if None.
 
-    Needs the rank's share and two blocks of 8 MiB.
+    Needs the rank's share and two blocks of 2 MiB.
     """
     dtypes, parts = dtypes_of(model, dtype), set(places)
     pieces = merge_tied_names(model, weight_map.slices)
