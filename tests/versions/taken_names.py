@@ -80,12 +80,10 @@ TRANSFORMERS = {
         "tells a config from a path, and tiny ones for caches on which kinds of layers are tried"
     ),
     "PreTrainedModel": "its from_pretrained, and which classes and modules are models",
-    "PreTrainedTokenizerFast": "the tokenizer of a GGUF file whose kind of model has no own class",
     "QuantizedCache": "the cache of which only some tokens are as they were put in",
     "StaticCache": "the cache of fixed size, built again on other ranks",
     "StopStringCriteria": "a stop that depends on tokens alone, the same on each rank",
     "StoppingCriteria": "a stop of our own: each rank stops when the first does",
-    "TOKENIZER_MAPPING": "the class that reads the tokenizer of a GGUF file, by its config",
     "TENSOR_PROCESSORS": "lay weights of a GGUF file out as a model has them",
     "TensorProcessor": "the one for architectures of GGUF without one of their own",
     "TextStreamer": "prints what `drumline generate` makes, word by word",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -81,13 +82,13 @@ def generation_settings(**fields: Any) -> Any:
 def read_tokenizer(folder: str | Path, config: Any = None, **options: Any) -> Any:
     """The tokenizer of a folder; raises whatever its files come to.
 
-    config: of the model in a GGUF file, in which an AutoTokenizer makes an object of each word.
+    config: of the model in a GGUF file, of whose words it would otherwise be made as well.
     """
-    kind = api.AutoTokenizer
     if config is not None:
-        is_own = type(config) in api.TOKENIZER_MAPPING
-        kind = api.TOKENIZER_MAPPING[type(config)] if is_own else api.PreTrainedTokenizerFast
-    return kind.from_pretrained(folder, **options)
+        own = {"tokenizer_type": config.model_type, **options}
+        with contextlib.suppress(ValueError):  # of a type that has no tokenizer of its own
+            return api.AutoTokenizer.from_pretrained(folder, **own)
+    return api.AutoTokenizer.from_pretrained(folder, **options)
 
 
 def response_template(tokenizer: Any, model_type: str) -> dict[str, Any] | None:

@@ -182,8 +182,8 @@ def test_variables_that_no_launch_can_have_are_an_error_of_one_line(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("plan --model {} --memory 1MiB --dtype float17", "dtype='float17' is none"),
-        ("plan --model {} --memory 1MiB --dtype float8_e4m3fn", "'float8_e4m3fn' is none"),
+        ("plan --model {} --memory 1MiB --dtype float17", "dtype='float17' is not one"),
+        ("plan --model {} --memory 1MiB --dtype float8_e4m3fn", "'float8_e4m3fn' is not one"),
         ("generate --model {} --prompt 5 --memory 1MiB", "no tokenizer"),
         ("generate --model {}/nowhere -n 2 --prompt 5", "no config.json"),
         ("auto -n 2 {}/nowhere.py", "does not exist"),
