@@ -105,8 +105,8 @@ def measure_machines(
 
 
 def _in_turn(coor: Coordinator, ranks: Sequence[int], work: Callable[[], Any]) -> Any:
-    """The result of `work`, which these ranks do one after the other on each kernel, of which other
-    host names are containers; None on other ranks. Collective."""
+    """The result of `work`, which those of these ranks that share a kernel do one after the other,
+    whatever containers they are in; None on other ranks. Collective."""
     kernels = [coor.peers[rank].boot_id for rank in ranks]
     turns = {rank: kernels[:n].count(kernels[n]) for n, rank in enumerate(ranks)}
     result = None

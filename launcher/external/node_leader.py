@@ -100,7 +100,7 @@ class NodeLeader:
         self.gone: set[int] = set()  # the nodes that have heard that all have come
         self.ranks_of_nodes = [job.nprocs] + [0] * (job.nnodes - 1)
         self._numbered: dict[int, tuple[str, int]] = {}  # host and pid, the oldest first
-        self._told_s = 0.0  # when a stranger last caused a line
+        self._last_line_s = 0.0  # when a stranger last caused one
         self._authenticators: list[AuthenticatedListener] = []
         with contextlib.ExitStack() as opened:
             for listener in self._listeners():
@@ -337,9 +337,9 @@ class NodeLeader:
     def _tell(self, text: str) -> None:
         """A line about a node: with --insecure anybody may be one, and have one short line told."""
         if not token_of(self.job).is_secret:
-            if time.monotonic() < self._told_s + STRANGER_LINE_S:
+            if time.monotonic() < self._last_line_s + STRANGER_LINE_S:
                 return
-            self._told_s, text = time.monotonic(), text[:STRANGER_LINE_LENGTH]
+            self._last_line_s, text = time.monotonic(), text[:STRANGER_LINE_LENGTH]
         notice(text)
 
     def _number(self, node: NodeDescription) -> int:
