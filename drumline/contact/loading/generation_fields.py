@@ -35,7 +35,7 @@ def _is_list_of(accepts: Callable[[Any], bool], value: Any) -> bool:
 
 def _or_list_of(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
     def is_one_or_list(value: Any) -> bool:
-        return accepts(value) or _is_list_of(accepts, value)
+        return accepts(value) or (value != [] and _is_list_of(accepts, value))
 
     return is_one_or_list
 
@@ -58,13 +58,13 @@ KINDS: Mapping[str, Callable[[Any], bool]] = {
     "true or false": lambda value: isinstance(value, bool),
     "true, false or a text": lambda value: isinstance(value, bool | str),
     "an integer of 32 bits": _is_integer,
-    "an integer of 32 bits, or a list of them": _or_list_of(_is_integer),
+    "an integer of 32 bits, or a list of at least one": _or_list_of(_is_integer),
     "a list of integers of 32 bits": _is_list_of_integers,
     "a positive integer of 32 bits": lambda value: _is_integer(value) and value > 0,
     "a finite number of 64 bits": _is_number,
     "a finite number, 0 or at least 1e-30": lambda v: _is_number(v) and not 0 < abs(v) < 1e-30,
     "a text": _is_text,
-    "a text, or a list of them": _or_list_of(_is_text),
+    "a text, or a list of at least one": _or_list_of(_is_text),
     "a list of two numbers": _is_decay,
     "a list": lambda value: isinstance(value, list),
     "a list of pairs of tokens and a bias up to 1e30": lambda value: _is_list_of(_is_bias, value),

@@ -1,5 +1,6 @@
 """Damage to the files of a checkpoint, by a generator of random numbers."""
 
+import copy
 import json
 import os
 import struct
@@ -122,7 +123,7 @@ class JsonFuzzer:
         return place
 
     def replace(self, place, name):
-        place[name] = self.pick.choice(self.VALUES)
+        place[name] = copy.deepcopy(self.pick.choice(self.VALUES))  # which is changed later
 
     def retype(self, place, name):
         """The same value as JSON of another type, as a writer in another language has it."""

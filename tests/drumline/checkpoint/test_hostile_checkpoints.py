@@ -744,6 +744,7 @@ GENERATION_FIELDS = [
     ("top_k", 1 << 40, "an integer"),
     ("begin_suppress_tokens", 1, "a list of integers"),  # was a TypeError of generate()
     ("eos_token_id", [[1]], "an integer of 32 bits, or a list"),
+    ("eos_token_id", [], "an integer of 32 bits, or a list"),  # was an IndexError of generate()
     ("temperature", math.nan, "a finite number"),
     ("guidance_scale", 10**30, "a finite number of 64 bits"),  # was an OverflowError
     ("assistant_early_exit", "0", "an integer"),  # which cut the model itself
