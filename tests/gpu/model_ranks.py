@@ -6,7 +6,7 @@ import contextlib
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,12 +32,15 @@ if GPU.type == "cpu":
     BIG, NEW_TOKENS = {"num_hidden_layers": 4}, 16
 
 
-def greedy(model: Any, count: int = decode.COUNT, **options: Any) -> list[int]:
-    prompt = torch.tensor(decode.PROMPT, device=GPU)
-    said = model.generate(
-        prompt, max_new_tokens=count, do_sample=False, eos_token_id=None, **options
-    )
-    return said[0, prompt.shape[1] :].tolist()  # type: ignore[no-any-return]
+def greedy(
+    model: Any,
+    count: int = decode.COUNT,
+    prompt: Sequence[int] = decode.PROMPT[0],
+    **options: Any,
+) -> list[int]:
+    ids = torch.tensor([prompt], device=GPU)
+    said = model.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=None, **options)
+    return said[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
 def save(coor: Coordinator, folder: str, **sizes: Any) -> None:
@@ -108,6 +111,38 @@ def offloaded(coor: Coordinator, folder: str, place: str) -> list[Any]:
     room = dict.fromkeys([(0, str(GPU)), (0, place)], ROOM_BYTES)
     tokens = on_master(coor, folder, greedy, device_map=places, max_memory=room)
     return [decode.whole_tokens(GPU), tokens]
+
+
+def batches(coor: Coordinator, folder: str) -> list[Any]:
+    """Texts of requests of unequal lengths, each by one process, and batched over two stages."""
+    save(coor, folder)
+    prompts = [decode.PROMPT[0], [7], [3, 60, 2, 11, 12, 13, 50, 51, 9] * 3, [1, 2]]
+
+    def batched(model: Any) -> list[list[int]]:
+        outputs = model.generate_batch(prompts, max_new_tokens=decode.COUNT, do_sample=False)
+        assert not any(output.error for output in outputs.values())
+        return [output.generated_tokens for output in outputs.values()]
+
+    return [
+        [greedy(decode.small_model(GPU), prompt=prompt) for prompt in prompts],
+        on_master(coor, folder, batched, **halves(coor, 2)),
+    ]
+
+
+def planned(coor: Coordinator, folder: str) -> list[Any]:
+    """Of a model that a GPU holds by half, the rest on the CPU: its tokens, the bytes that may be
+    on the GPU, and the most that were."""
+    save(coor, folder, **BIG)
+    alone = decode.small_model(GPU, **BIG)
+    nbytes = sum(tensor.nbytes for tensor in alone.parameters())
+    expected = greedy(alone)
+    del alone
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    room = {(0, str(GPU)): nbytes // 2, (0, "cpu"): 2 * nbytes}
+    options = {"device_map": "auto", "max_memory": room, "batch": 1, "length": 64}
+    tokens = on_master(coor, folder, greedy, **options)
+    return [expected, tokens, nbytes // 2, torch.cuda.max_memory_allocated()]
 
 
 def save_with_tokenizer(coor: Coordinator, folder: str) -> list[Any]:

@@ -70,6 +70,16 @@ class Graph:
         return None
 
 
+class Stream:
+    """torch.cuda.Stream, of which annotations are made, too."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+
 @contextlib.contextmanager
 def capture(graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
     tapes.append(graph.tape)
@@ -86,7 +96,7 @@ def install() -> type[CpuNccl]:
     cuda = {
         "CUDAGraph": Graph,
         "graph": capture,
-        "Stream": lambda *a: types.SimpleNamespace(wait_stream=lambda other: None),
+        "Stream": Stream,
         "current_stream": lambda *a: types.SimpleNamespace(cuda_stream=0),
         "device": lambda *a: no_context(),
         "get_device_name": lambda *a: "no GPU: a stand-in",

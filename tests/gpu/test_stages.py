@@ -82,6 +82,18 @@ def test_weights_come_from_elsewhere_to_the_gpu_when_they_run(tmp_path, place):
     assert tokens == whole
 
 
+def test_requests_are_batched_over_stages_as_if_each_were_alone(tmp_path):
+    (alone, batched), _ = run("model_ranks.batches", 2, str(tmp_path))
+    assert batched == alone
+
+
+@needs_gpu
+def test_a_plan_keeps_to_the_memory_of_the_gpu(tmp_path):
+    ((whole, tokens, most, held),) = run("model_ranks.planned", 1, str(tmp_path))
+    assert tokens == whole
+    assert most / 4 < held <= most
+
+
 def test_a_program_moves_from_the_cpu_to_the_gpu_and_back():
     ((there, back),) = run("model_ranks.hoisted", 1)
     assert there < 1e-4 and back < 1e-5
