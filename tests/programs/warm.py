@@ -26,6 +26,7 @@ from launcher.job import Job, Target
 from launcher.system import linux
 
 ROOT = Path(__file__).parents[2]
+PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 COMMAND = Path(__file__).with_name("warm_command.py")
 IMPORTS = (
     "torch",
@@ -104,7 +105,7 @@ class WarmParent:
         process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": PYTHONPATH},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -136,7 +137,7 @@ class WarmParent:
         self, *arguments: object, env: dict[str, str] | None = None, timeout: float = 100
     ) -> subprocess.CompletedProcess[str]:
         """`python *arguments` in the folder of the source, from its start to its end."""
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
+        environ = {**os.environ, "PYTHONPATH": PYTHONPATH, **(env or {})}
         process = self.start(*arguments, env=environ, cwd=ROOT)
         try:
             out, err = process.communicate(timeout)
