@@ -7,7 +7,9 @@ import collections
 import ctypes
 import gc
 import importlib
+import itertools
 import json
+import math
 import os
 import signal
 import sys
@@ -141,6 +143,8 @@ def _nodes(graph: int) -> dict[str, int]:
     driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_size_t()
     handle = ctypes.c_void_p(graph)
     assert driver.cuGraphGetNodes(handle, None, ctypes.byref(count)) == 0
+    if not count.value:
+        return {}
     nodes = (ctypes.c_void_p * count.value)()
     assert driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)) == 0
     kinds = []
@@ -586,7 +590,7 @@ def mistakes(coor: Coordinator) -> list[str]:
         wrong = [
             lambda: comm.allreduce(torch.ones(3)),
             lambda: comm.allreduce(good.t()),
-            lambda: comm.allreduce(good.to(torch.complex64)),
+            lambda: comm.allreduce(good.to(torch.complex64), "max"),
             lambda: comm.allreduce(good.to(torch.int16)),
             lambda: comm.allreduce(good, out=torch.empty(3, device=GPU)),
             lambda: comm.allreduce(good, "mean"),
@@ -599,6 +603,18 @@ def mistakes(coor: Coordinator) -> list[str]:
         comm.synchronize()
     told.append(_told(lambda: comm.allreduce(good)))
     return told
+
+
+def kept_nans(coor: Coordinator) -> dict[str, bool]:
+    """By op and dtype, whether a result is NaN where one rank has NaN."""
+    kept = {}
+    with Communicator._of(Nccl, coor, device=0) as comm:
+        for op, dtype in itertools.product(("sum", "max", "min"), (torch.float32, torch.bfloat16)):
+            tensor = torch.ones(1024, dtype=dtype, device=GPU)
+            if coor.rank == 1:
+                tensor[:] = math.nan
+            kept[f"{op} {dtype}"] = bool(comm.allreduce(tensor, op).isnan().all())
+    return kept
 
 
 def _told(call) -> str:

@@ -69,6 +69,12 @@ def test_a_capture_that_recorded_nothing_is_noticed():
     assert "0 kernels for 65 calls" in wrong_nodes(nodes, 65)
 
 
+def test_sums_keep_a_nan_and_max_and_min_lose_it():
+    """As docs/communicator.md says of NCCL."""
+    for kept in run("kept_nans", 2):
+        assert kept == {name: name.startswith("sum") for name in kept}
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_graph_of_65_calls_costs_little_memory(world_size):
     assert all(mib < 10 for mib in run("graph_memory", world_size))
