@@ -79,7 +79,7 @@ SECTIONS = (
     Section(
         "gpu",
         "On a GPU",
-        ("gpu-calls", "gpu-oneshot", "gpu-sanitizer", "gpu-worlds", "gpu-lives"),
+        ("gpu-*",),
         command="make gpu",
     ),
 )

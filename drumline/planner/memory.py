@@ -23,6 +23,10 @@ CPU_RESERVE_NBYTES = 96 << 20
 """What a rank's process takes beside weights, cache and activations: buffers of messages, threads,
 code that is loaded late."""
 
+ACCELERATOR_RESERVE_NBYTES = 768 << 20
+"""What a rank's process takes of a GPU beside them: CUDA's context with the code of its kernels, and
+cuBLAS's workspace; 721 MiB on an H200."""
+
 
 SIZE = re.compile(r"\s*(\d{1,18}\.?\d{0,18})\s*([KMGTP]?)(i?)B?\s*", re.IGNORECASE)
 MAX_NBYTES = 1 << 63
@@ -41,7 +45,8 @@ def cluster_memory(coor: Any) -> dict[Place, int]:
     free_nbytes: dict[Place, int] = {}
     for rank, report in enumerate(reports):
         for device in owned[rank]:
-            free_nbytes[(rank, device)] = report["accelerators"][device]["free"]
+            free = report["accelerators"][device]["free"]
+            free_nbytes[(rank, device)] = max(0, free - ACCELERATOR_RESERVE_NBYTES)
         free_nbytes[(rank, "cpu")] = max(0, cpus[rank] - CPU_RESERVE_NBYTES)
     return sort_places(free_nbytes)
 

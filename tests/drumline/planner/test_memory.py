@@ -80,7 +80,12 @@ def test_accelerators_beyond_the_ranks_go_to_ranks_too():
 
 def test_accelerators_come_before_the_cpu_of_their_rank(ranks, monkeypatch):
     monkeypatch.setattr(memory, "free_memory_by_limit", lambda: {"machine": FREE})
-    seen = {"cuda:0": {"id": "x", "free": 70}, "cuda:1": {"id": "y", "free": 80}}
+    beside = memory.ACCELERATOR_RESERVE_NBYTES
+    seen = {
+        "cuda:0": {"id": "x", "free": 70 + beside},
+        "cuda:1": {"id": "y", "free": 80 + beside},
+        "cuda:2": {"id": "z", "free": beside - 1},
+    }
     monkeypatch.setattr(memory, "accelerators", lambda: seen)
 
     def rank(info):
@@ -89,6 +94,7 @@ def test_accelerators_come_before_the_cpu_of_their_rank(ranks, monkeypatch):
 
     assert ranks(rank, 2)[0] == [
         ((0, "cuda:0"), 70),
+        ((0, "cuda:2"), 0),
         ((0, "cpu"), FREE // 2 - RESERVE),
         ((1, "cuda:1"), 80),
         ((1, "cpu"), FREE // 2 - RESERVE),
@@ -145,7 +151,8 @@ def test_a_model_runs_on_what_torch_calls_the_accelerator(
 ):
     """A CPU stands in for it: cpu:0 and cpu:1 are other places than "cpu"."""
     accelerators("cpu")
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (600_000, 0))
+    free = 600_000 + memory.ACCELERATOR_RESERVE_NBYTES
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (free, 0))
     model, path = checkpoints.llama()
     prompt = torch.arange(2, 8).view(1, 6)
 
