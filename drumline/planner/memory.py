@@ -24,7 +24,7 @@ CPU_RESERVE_NBYTES = 96 << 20
 code that is loaded late."""
 
 ACCELERATOR_RESERVE_NBYTES = 768 << 20
-"""What a rank's process takes of a GPU beside them: CUDA's context with the code of its kernels, and
+"""What a rank's process takes of a GPU beside them: CUDA's context with the code of kernels, and
 cuBLAS's workspace; 721 MiB on an H200."""
 
 
