@@ -128,6 +128,18 @@ def counts_tokens(layer: Any) -> bool:
     return hasattr(layer, "get_seq_length")
 
 
+def keep_no_more(layer: Any) -> None:
+    """Copy tensors that keep more than twice their own memory, being views of something larger."""
+    copies: dict[int, torch.Tensor] = {}
+    for values in (vars(layer), *(v for v in vars(layer).values() if isinstance(v, dict))):
+        for name, value in values.items():
+            if type(value) is not torch.Tensor:  # but a placeholder
+                continue
+            if id(value) not in copies and value.untyped_storage().nbytes() > 2 * value.nbytes:
+                copies[id(value)] = value.clone()
+            values[name] = copies.get(id(value), value)
+
+
 def is_window(layer: Any) -> bool:
     """True if it keeps the last tokens only."""
     return isinstance(layer, (DynamicWindow, StaticWindow))

@@ -27,6 +27,7 @@ from drumline.core.device_map import DeviceMap, abbreviate_names
 from drumline.core.group_monitor import monitored_loading
 from drumline.core.packed_tensor import is_unpacked_by_torch
 from drumline.errors import CheckpointError, PlanError
+from drumline.kv_cache.windows import give_back_prompts
 from drumline.offload.placement import install_device_hooks, offloaded_modules
 from drumline.offload.prefetcher import make_prefetcher
 from drumline.pipeline.driver import PipelineDriver
@@ -220,6 +221,7 @@ def connect_stages(
 
     stack: what to give back when the model is closed.
     """
+    give_back_prompts(stage.model)
     if coor.world_size == 1:
         return distribute(stage, None)
     device_map = stage.device_map

@@ -26,6 +26,7 @@ from drumline.core.device_map import DeviceMap, Place
 from drumline.core.group_monitor import GroupMonitor, monitored_loading
 from drumline.core.mesh import Mesh, resolve_mesh
 from drumline.errors import PlanError
+from drumline.kv_cache.windows import give_back_prompts
 from drumline.pipeline.driver import PipelineDriver
 from drumline.pipeline.master_model import distribute
 from drumline.planner.load_options import LoadOptions
@@ -80,6 +81,7 @@ def load_pipeline_tp(path: str | Path, coor: Coordinator | None, options: LoadOp
         forward, back, *on_device = ring_comms
         leaders = Ring(forward, back, layers_by_stage, resources, group.monitor, on_device)
     ring, device = TpRing(group, hop, leaders, resources), torch.device(sharded.device)
+    give_back_prompts(sharded.model)
     stage = Stage(sharded.model.eval(), ring, device)
     if not replica.is_master():
         serve_and_exit(stage, replica)
