@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.cli import plan_pictures
-from drumline.contact.loading.hub import local_folder
+from drumline.contact.loading.hub import folder_of_headers
 from drumline.core.device_map import DeviceMap, ModelProfile, Place, format_nbytes
 from drumline.errors import DrumlineError
 from drumline.pipeline.microbatch import tokens_of_chunk
@@ -108,10 +108,10 @@ def show_plan(
     html, png: files for pictures of the map. options: of `load`.
     """
     request = LoadOptions(dtype=dtype, **options)
-    folder = local_folder(model_path, request.revision, request.gguf_file)
-    checkpoint = describe_checkpoint(folder, request)
+    with folder_of_headers(model_path, request.revision, request.gguf_file) as folder:
+        checkpoint = describe_checkpoint(folder, request)
+        _, model, weights = sized_model(checkpoint, request)
     config, kind, torch_dtype = checkpoint.config, checkpoint.kind, checkpoint.dtype
-    _, model, weights = sized_model(checkpoint, request)
     for_tokens = token_memory(kind, config, torch_dtype, weights, batch, length)
     profile = with_tokens(weights, for_tokens)
     free_nbytes = {(rank, "cpu"): nbytes(size) for rank, size in enumerate(memory)}

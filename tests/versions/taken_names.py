@@ -209,6 +209,7 @@ SAFETENSORS = {
 
 HUB = {
     "snapshot_download": "the files of a model, kept in its cache",
+    "HfApi": "headers of files of weights that are not here, for plans",
 }
 
 TAKEN = {

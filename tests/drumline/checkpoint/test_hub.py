@@ -30,13 +30,14 @@ ID = "tests/llama"
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """One model. `asked` holds the files that were fetched, `tokens` what clients proved."""
+    """One model. `asked` holds the files that were fetched, `headers` those of which a part was,
+    `tokens` what clients proved."""
 
     lookups = 0  # of which commit is meant
 
     def __init__(self, folder: Path):
         super().__init__(("127.0.0.1", 0), Answer)
-        self.folder, self.asked, self.tokens = folder, [], set()
+        self.folder, self.asked, self.headers, self.tokens = folder, [], [], set()
 
 
 class Answer(http.server.BaseHTTPRequestHandler):
@@ -63,9 +64,13 @@ class Answer(http.server.BaseHTTPRequestHandler):
         if not found or not (self.server.folder / found[1]).is_file():
             return self._send(b"{}", 404, **{"X-Error-Code": "RepoNotFound"})
         content = (self.server.folder / found[1]).read_bytes()
+        etag = hashlib.sha256(content).hexdigest()
+        span = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if span:
+            self.server.headers.append(found[1])
+            return self._send(content[int(span[1]) : int(span[2]) + 1], 206)
         if self.command == "GET":
             self.server.asked.append(found[1])
-        etag = hashlib.sha256(content).hexdigest()
         return self._send(content, **{"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"'})
 
     def _send(self, content, status=200, **headers):
@@ -137,6 +142,43 @@ def test_commands_take_an_id(hub, capsys):
     assert main(["plan", "--model", ID, "--memory", "1GiB", "1GiB", "--revision", "v1"]) == 0
     assert "of weights" in capsys.readouterr().out
     assert hub.lookups == 1
+
+
+@pytest.mark.parametrize("size", ["10GB", "100KB"])
+def test_a_plan_is_made_of_the_headers_of_files_that_are_not_here(
+    checkpoints, hub, capsys, tmp_path, size
+):
+    """100KB: several files, and an index."""
+    plain, whole = checkpoints.llama()
+    hub.folder = tmp_path / "files"
+    plain.save_pretrained(hub.folder, max_shard_size=size)
+    words = ["plan", "--memory", "1GiB", "1GiB", "--model"]
+    assert main([*words, str(whole)]) == 0
+    expected = capsys.readouterr().out
+    assert main([*words, ID]) == 0
+    assert capsys.readouterr().out == expected
+    files = {file.name for file in hub.folder.glob("*.safetensors")}
+    assert (len(files) > 1) == (size == "100KB")
+    assert {*hub.headers} == files and not files & {*hub.asked}
+    assert "config.json" in hub.asked
+    _generate()
+    hub.headers.clear()
+    assert main([*words, ID]) == 0
+    assert capsys.readouterr().out == expected and not hub.headers  # the files are here now
+
+
+def test_a_header_that_breaks_off_is_one_error(hub, capsys, monkeypatch):
+    monkeypatch.setattr(Answer, "_send", _breaking(Answer._send))
+    assert main(["plan", "--memory", "1GiB", "--model", ID]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"{ID} is not a folder here, and the Hub does not give" in said
+
+
+def _breaking(send):
+    def half(self, content, status=200, **headers):
+        return send(self, content[: 99 if status == 206 else None], status, **headers)
+
+    return half
 
 
 def test_a_command_looks_an_id_up_once(hub, checkpoints, tmp_path):
