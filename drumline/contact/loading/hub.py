@@ -96,10 +96,10 @@ def _headers(path: str, commit: str) -> dict[str, dict[str, Any]]:
 def _write_header(file: Path, tensors: dict[str, Any]) -> None:
     """Write a safetensors file whose tensors are a hole."""
     fields = ("dtype", "shape", "data_offsets")
-    said = {name: {field: info[field] for field in fields} for name, info in tensors.items()}
-    header = json.dumps(said).encode()
+    entries = {name: {field: info[field] for field in fields} for name, info in tensors.items()}
+    header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
-    end = max((info["data_offsets"][1] for info in said.values()), default=0)
+    end = max((info["data_offsets"][1] for info in entries.values()), default=0)
     with file.open("wb") as out:
         out.write(len(header).to_bytes(8, "little") + header)
         out.truncate(8 + len(header) + end)
