@@ -104,14 +104,19 @@ def measure_machines(
     return DeviceSpeeds(by_place)
 
 
-def _in_turn(coor: Coordinator, ranks: Sequence[int], work: Callable[[], Any]) -> Any:
+def _in_turn(
+    coor: Coordinator, ranks: Sequence[int], work: Callable[[], Any], first: int | None = None
+) -> Any:
     """The result of `work`, which those of these ranks that share a kernel do one after the other,
-    whatever containers they are in; None on other ranks. Collective."""
+    whatever containers they are in; None on other ranks. Collective.
+
+    first: of the ranks, the one with which this rank works at the same time; by default itself.
+    """
     kernels = [coor.peers[rank].boot_id for rank in ranks]
     turns = {rank: kernels[:n].count(kernels[n]) for n, rank in enumerate(ranks)}
     result = None
     for turn in range(max(turns.values()) + 1):
-        if turns.get(coor.rank) == turn:
+        if turns.get(coor.rank if first is None else first) == turn:
             result = work()
         coor.barrier()
     return result
@@ -216,19 +221,18 @@ def _group_sizes(nodes: Sequence[Sequence[int]]) -> list[int]:
 
 def _measure_group(coor: Coordinator, size: int, device: str, dtype: torch.dtype) -> GroupSpeed:
     first = coor.rank - coor.rank % size
-    own_speeds: tuple[DeviceSpeed, LinkSpeed] | None = None
     group = coor.split(tuple(range(first, first + size)))
     assert group is not None, "this rank is one of them"
     with group, Communicator(group, device=device) as comm:
-        for turn in range(max(map(len, coor.nodes)) // size):
-            if turn == coor.local_rank // size:
-                group.barrier()
-                speed = measure_device(device, dtype, median)
-                small, large = [_allreduce_s(comm, device, dtype, n) for n in (SMALL, LARGE)]
-                own_speeds = speed, LinkSpeed(small, LARGE / max(large - small, 1e-9))
-            coor.barrier()
-    assert own_speeds is not None, "every group had its turn"
-    speeds_by_rank = coor.allgather_object([astuple(speed) for speed in own_speeds])
+
+        def measure() -> list[Sequence[float]]:
+            group.barrier()
+            speed = measure_device(device, dtype, median)
+            small, large = [_allreduce_s(comm, device, dtype, n) for n in (SMALL, LARGE)]
+            return [astuple(speed), (small, LARGE / max(large - small, 1e-9))]
+
+        own_speeds = _in_turn(coor, range(0, coor.world_size, size), measure, first)
+    speeds_by_rank = coor.allgather_object(own_speeds)
     speeds, sums = zip(*speeds_by_rank, strict=True)
     slowest, (latencies, rates) = map(min, zip(*speeds, strict=True)), zip(*sums, strict=True)
     return GroupSpeed(size, DeviceSpeed(*slowest), LinkSpeed(max(latencies), min(rates)))

@@ -72,7 +72,7 @@ def hosts(monkeypatch):
     return lambda info, host: names.setdefault(threading.get_ident(), host)
 
 
-@pytest.mark.parametrize("measured", ["ranks", "machines"])
+@pytest.mark.parametrize("measured", ["ranks", "machines", "groups"])
 @pytest.mark.parametrize("num_kernels", [1, 2])
 def test_ranks_on_one_kernel_measure_in_turn_in_whatever_containers(
     ranks, hosts, monkeypatch, num_kernels, measured
@@ -89,17 +89,22 @@ def test_ranks_on_one_kernel_measure_in_turn_in_whatever_containers(
         return DeviceSpeed(1e13, 1e10)
 
     def rank(info):
-        hosts(info, f"host{info.rank}")
-        kernels[threading.get_ident()] = f"kernel{info.rank % num_kernels}"
+        host = info.rank // size
+        hosts(info, f"host{host}")
+        kernels[threading.get_ident()] = f"kernel{host % num_kernels}"
         with Coordinator(info) as coor:
-            measure_all(coor, [(0, "cpu"), (1, "cpu")], torch.float32)
+            if measured == "groups":
+                measure_group_speeds(coor, "cpu", torch.float32)
+            else:
+                measure_all = measure_speeds if measured == "ranks" else measure_machines
+                measure_all(coor, [(0, "cpu"), (1, "cpu")], torch.float32)
 
-    kernels = {}
-    measure_all = {"ranks": measure_speeds, "machines": measure_machines}[measured]
-    monkeypatch.setattr(peers, "boot_id", lambda: kernels[threading.get_ident()])
+    size, kernels = 2 if measured == "groups" else 1, {}
+    # Threads that send signs of life ask, too.
+    monkeypatch.setattr(peers, "boot_id", lambda: kernels.get(threading.get_ident(), "kernel0"))
     monkeypatch.setattr(measure, "measure_device", note)
-    ranks(rank, 2, nodes=[1, 1])
-    assert len(most) == 2 and max(most) == num_kernels
+    ranks(rank, 2 * size, nodes=[size, size])
+    assert len(most) == 2 * size and max(most) == num_kernels * size
 
 
 @pytest.mark.parametrize(("slow", "num_layers"), [(0.3, 1), (0.7, 3)])
