@@ -210,6 +210,7 @@ SAFETENSORS = {
 HUB = {
     "snapshot_download": "the files of a model, kept in its cache",
     "HfApi": "headers of files of weights that are not here, for plans",
+    "DryRunError": "told apart: the Hub cannot be asked which files are not here",
 }
 
 TAKEN = {

@@ -8,19 +8,19 @@ Its cache, its token and HF_HUB_OFFLINE mean what they do everywhere.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import json
 import re
 import tempfile
 import textwrap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from drumline.errors import CheckpointError
 
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-WEIGHTS, FILE = "*.safetensors", "model.safetensors"
+WEIGHTS = "*.safetensors"
 PATTERNS = (WEIGHTS, "*.json", "*.jinja", "*.model", "*.txt", "*.py")
 """What a model is made of; other formats of the same weights stay where they are."""
 COPIES = ("*/*.safetensors", "consolidated*.safetensors")
@@ -54,19 +54,19 @@ def folder_of_headers(
         yield local_folder(path, revision, gguf)
         return
     folder = _downloaded(path, revision, [name for name in PATTERNS if name != WEIGHTS])
-    with _explained(path):
-        index = folder / "model.safetensors.index.json"
-        names = json.loads(index.read_bytes())["weight_map"].values() if index.exists() else {FILE}
-        is_here = all((folder / name).exists() for name in names)
-    if is_here:
-        yield folder
+    absent = _absent_weights(str(path), folder.name)
+    if not absent:
+        yield folder if absent is not None else local_folder(path, revision)
         return
-    with tempfile.TemporaryDirectory() as copy:
+    with tempfile.TemporaryDirectory() as parent:
+        copy = Path(parent, path)  # whose name is the model's, as code of its own is kept by it
+        copy.mkdir(parents=True)
         for file in folder.iterdir():
-            Path(copy, file.name).symlink_to(file.resolve())
-        for name, tensors in _headers(str(path), folder.name).items():
-            _write_header(Path(copy, name), tensors)
-        yield Path(copy)
+            (copy / file.name).symlink_to(file.resolve())
+        with _explained(path), ThreadPoolExecutor() as pool:
+            write = functools.partial(_write_header, copy, str(path), folder.name)
+            list(pool.map(write, absent))
+        yield copy
 
 
 def _downloaded(path: str | Path, revision: str | None, patterns: list[str]) -> Path:
@@ -81,26 +81,30 @@ def _downloaded(path: str | Path, revision: str | None, patterns: list[str]) -> 
     return Path(folder)
 
 
-def _headers(path: str, commit: str) -> dict[str, dict[str, Any]]:
-    """By file, what the header of a safetensors file says of each tensor."""
+def _absent_weights(path: str, commit: str) -> list[str] | None:
+    """The files of weights that local_folder would download; None if the Hub is out of reach."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import DryRunError
+
+    with _explained(path), contextlib.suppress(DryRunError):
+        files = snapshot_download(
+            path, revision=commit, allow_patterns=WEIGHTS, ignore_patterns=[*COPIES], dry_run=True
+        )
+        return [file.filename for file in files if file.will_download]
+    return None
+
+
+def _write_header(folder: Path, path: str, commit: str, name: str) -> None:
+    """Write a safetensors file with the header of the Hub's, and a hole in place of its tensors."""
     from huggingface_hub import HfApi
 
-    with _explained(path):
-        files = HfApi().get_safetensors_metadata(path, revision=commit).files_metadata
-    return {
-        name: {tensor: dataclasses.asdict(info) for tensor, info in file.tensors.items()}
-        for name, file in files.items()
-    }
-
-
-def _write_header(file: Path, tensors: dict[str, Any]) -> None:
-    """Write a safetensors file whose tensors are a hole."""
+    tensors = HfApi().parse_safetensors_file_metadata(path, name, revision=commit).tensors
     fields = ("dtype", "shape", "data_offsets")
-    entries = {name: {field: info[field] for field in fields} for name, info in tensors.items()}
+    entries = {key: {f: getattr(info, f) for f in fields} for key, info in tensors.items()}
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
-    end = max((info["data_offsets"][1] for info in entries.values()), default=0)
-    with file.open("wb") as out:
+    end = max((info.data_offsets[1] for info in tensors.values()), default=0)
+    with (folder / name).open("xb") as out:  # never what the cache holds
         out.write(len(header).to_bytes(8, "little") + header)
         out.truncate(8 + len(header) + end)
 

@@ -7,11 +7,13 @@ import http.server
 import json
 import os
 import re
+import shutil
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import hf_hub_download
 
 import drumline
 import launcher
@@ -165,6 +167,43 @@ def test_a_plan_is_made_of_the_headers_of_files_that_are_not_here(
     hub.headers.clear()
     assert main([*words, ID]) == 0
     assert capsys.readouterr().out == expected and not hub.headers  # the files are here now
+
+
+def _planned(model, capsys):
+    assert main(["plan", "--memory", "1GiB", "1GiB", "--model", str(model)]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_plan_leaves_a_download_that_broke_off_as_it_is(checkpoints, hub, capsys, tmp_path):
+    """The file that had come was overwritten with zeros, in the cache of huggingface_hub, and the
+    model was loaded with them."""
+    plain, whole = checkpoints.llama()
+    hub.folder = tmp_path / "files"
+    plain.save_pretrained(hub.folder, max_shard_size="100KB")
+    first, *others = sorted(hub.folder.glob("*.safetensors"))
+    here = Path(hf_hub_download(ID, first.name, revision=COMMIT))
+    assert _planned(ID, capsys) == _planned(whole, capsys)
+    assert {*hub.headers} == {file.name for file in others}
+    is_whole = here.read_bytes() == first.read_bytes()
+    assert is_whole
+    assert _generate() == plain.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8).tolist()
+
+
+def test_a_plan_finds_weights_by_another_name_and_without_the_hub(
+    checkpoints, hub, capsys, monkeypatch, tmp_path
+):
+    """One that loads could not be planned, not even once it was here."""
+    hub.folder = tmp_path / "files"
+    expected = _planned(shutil.copytree(checkpoints.llama()[1], hub.folder), capsys)
+    (hub.folder / "model.safetensors").rename(hub.folder / "weights.safetensors")
+    assert _planned(ID, capsys) == expected and "weights.safetensors" not in hub.asked
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["plan", "--memory", "1GiB", "--model", ID]) == 1
+    assert "see that HF_HUB_OFFLINE is not set" in capsys.readouterr().err
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    _generate()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert _planned(ID, capsys) == expected
 
 
 def test_a_header_that_breaks_off_is_one_error(hub, capsys, monkeypatch):
