@@ -55,6 +55,9 @@ def _attribute(layers: Sequence[Any], values: Sequence[Any]) -> str:
     return next((n for n in names if [repr(getattr(y, n, None)) for y in layers] == reprs), "")
 
 
+MOST_KEPT = 1 / 0.95
+"""Times as much memory as its tensors have that a layer may keep."""
+
 _WINDOWS = [tiny_cache(False).layers[1], tiny_cache(False, window=5).layers[1]]
 _WINDOW = _attribute(_WINDOWS, (4, 5))
 _ROOM = _attribute([tiny_cache(True, tokens=size).layers[0] for size in (8, 9)], (8, 9))
@@ -129,13 +132,17 @@ def counts_tokens(layer: Any) -> bool:
 
 
 def keep_no_more(layer: Any) -> None:
-    """Copy tensors that keep more than twice their own memory, being views of something larger."""
+    """Copy tensors that are views of something larger, by more than plans may be wrong.
+
+    A window of more than 20 tokens is not copied for each new one.
+    """
     copies: dict[int, torch.Tensor] = {}
     for values in (vars(layer), *(v for v in vars(layer).values() if isinstance(v, dict))):
         for name, value in values.items():
             if type(value) is not torch.Tensor:  # but a placeholder
                 continue
-            if id(value) not in copies and value.untyped_storage().nbytes() > 2 * value.nbytes:
+            memory = value.untyped_storage().nbytes()
+            if id(value) not in copies and memory > MOST_KEPT * value.nbytes:
                 copies[id(value)] = value.clone()
             values[name] = copies.get(id(value), value)
 

@@ -26,6 +26,7 @@ from drumline.contact.model_hooks import ModelHooks
 from drumline.core.group_monitor import GroupMonitor, MonitoredCommunicator, monitored_loading
 from drumline.core.mesh import ALIASES, Mesh, resolve_mesh
 from drumline.errors import PeerLost, PlanError, RefusedUse
+from drumline.kv_cache.windows import give_back_prompts
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.model_profile import layer_names
 from drumline.strategies.opening import open_for_mesh
@@ -108,6 +109,7 @@ def load_mesh(path: str | Path, coor: Coordinator | None, options: LoadOptions) 
             for check in checkpoint.files.copy_checks:
                 stack.enter_context(check)
             monitor = _connect_tp_group(sharded, coor, mesh, options.backend, stack)
+        give_back_prompts(sharded.model)
         model = _as_mesh_model(sharded.model.eval(), mesh, stats, monitor, stack.pop_all())
         coor.live_calls.follow(model, {"forward": "model"}, "work")
         return model

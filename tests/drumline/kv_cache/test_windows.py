@@ -30,17 +30,22 @@ def memory(caches):
 
 
 @pytest.mark.parametrize(
-    ("nprocs", "options"),
+    ("nprocs", "options", "num_tokens"),
     [
-        (1, {"max_memory": [1 << 30]}),
-        (2, {"max_memory": [1 << 30] * 2}),
-        (4, {"tp": 2, "device_map": "auto"}),
+        (1, {"max_memory": [1 << 30]}, 200),
+        (1, {"max_memory": [1 << 30]}, 12),
+        (2, {"max_memory": [1 << 30] * 2}, 200),
+        (4, {"tp": 2, "device_map": "auto"}, 200),
+        (2, {"tp": 2}, 200),
     ],
 )
-def test_a_prompt_beyond_the_windows_is_not_kept(checkpoints, monkeypatch, nprocs, options):
-    """A layer kept the keys of all 200 tokens, of which its window has 7."""
+def test_a_prompt_beyond_the_windows_is_not_kept(
+    checkpoints, monkeypatch, nprocs, options, num_tokens
+):
+    """A layer kept the keys of all 200 tokens, of which its window has 7, and later those of 12,
+    as ranks that all make the same calls did of any number."""
     plain, path = checkpoints.make("windows", "MistralForCausalLM", **SIZES)
-    registries = []
+    ids, registries = IDS[:, :num_tokens], []
 
     def noted(self, config):
         registries.append(self)
@@ -51,15 +56,16 @@ def test_a_prompt_beyond_the_windows_is_not_kept(checkpoints, monkeypatch, nproc
     def rank():
         torch.set_num_threads(1)
         with drumline.load(path, **options) as model, torch.no_grad():
-            output = model(IDS, use_cache=True)
+            output = model(ids, use_cache=True)
             own = [layer for layer in output.past_key_values.layers if type(layer.keys) is tensor]
             elsewhere = [[*registry.by_number.values()] for registry in registries]
             kept = memory([own, elsewhere])
-            tokens = model.generate(IDS, max_new_tokens=8, do_sample=False).tolist()
+            tokens = model.generate(ids, max_new_tokens=8, do_sample=False).tolist()
             return output.logits, kept, tokens
 
     tensor = torch.Tensor
     logits, kept, tokens = launcher.launch(rank, nprocs, launcher="threads", timeout_s=60)[0]
-    torch.testing.assert_close(logits, plain(IDS).logits, rtol=1e-4, atol=1e-4)
-    assert tokens == plain.generate(IDS, max_new_tokens=8, do_sample=False).tolist()
-    assert kept == 4 * 2 * 2 * 2 * 7 * 8 * 4
+    torch.testing.assert_close(logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
+    assert tokens == plain.generate(ids, max_new_tokens=8, do_sample=False).tolist()
+    share = 2 if options == {"tp": 2} else 1  # each rank has one of two heads
+    assert kept == 4 * 2 * 2 * 2 * 7 * 8 * 4 / share
