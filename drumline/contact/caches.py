@@ -6,8 +6,9 @@ between releases, and between models.
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
@@ -139,12 +140,14 @@ def recipe(cache: Any) -> tuple[Any, ...] | None:
     kinds = {type(layer) for layer in cache.layers}
     if is_offloading(cache):
         return None
+    windows = [*map(cache_layers.is_window, cache.layers)]
     if isinstance(cache, api.StaticCache):
         lengths = [length for layer in cache.layers if (length := cache_layers.max_tokens(layer))]
         is_all_plain = kinds <= {cache_layers.StaticLayer}
-        return "static", max(lengths, default=1), is_all_plain  # a state's size is of no length
+        length = max(lengths, default=1)  # a state's size is of no length
+        return "static", length, is_all_plain, windows
     if type(cache) is api.DynamicCache:
-        return "dynamic", bool(cache.layers), kinds <= {cache_layers.DynamicLayer}
+        return "dynamic", bool(cache.layers), kinds <= {cache_layers.DynamicLayer}, windows
     if type(cache) is api.QuantizedCache and len(kinds) == 1:
         options = cache_layers.constructor_options(cache.layers[0])
         return "quantized", [full_name(kinds.pop()), len(cache.layers)], options
@@ -153,7 +156,9 @@ def recipe(cache: Any) -> tuple[Any, ...] | None:
     return None
 
 
-def make_cache(config: Any, kind: str, detail: Any, rest: Any) -> Cache:
+def make_cache(
+    config: Any, kind: str, detail: Any, rest: Any, windows: Sequence[bool] = ()
+) -> Cache:
     """The cache of a `recipe`. The one there may lack the config's windows: across an encoder."""
     if kind == "quantized":
         name, num_layers = detail
@@ -168,6 +173,15 @@ def make_cache(config: Any, kind: str, detail: Any, rest: Any) -> Cache:
         if is_all_plain:
             layers = [cache_layers.StaticLayer(detail) for _ in cache.layers]
             cache.layers = layers
-        return cache
+        return _lengthened(cache, windows)
     assert kind == "dynamic", kind
-    return api.DynamicCache(config=config if detail and not is_all_plain else None)
+    cache = api.DynamicCache(config=config if detail and not is_all_plain else None)
+    return _lengthened(cache, windows) if cache.layers else cache
+
+
+def _lengthened(cache: Cache, windows: Sequence[bool]) -> Cache:
+    """With layers that a model has added to those of its config, for turns of a recurrence."""
+    like = {cache_layers.is_window(layer): layer for layer in cache.layers}
+    added = [like[kind] for kind in windows[len(cache.layers) :] if kind in like]
+    cache.layers += map(copy.deepcopy, added)
+    return cache

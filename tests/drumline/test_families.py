@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
@@ -15,6 +16,7 @@ from transformers.cache_utils import (
 )
 
 from drumline import DrumlineError
+from drumline.contact import caches
 from drumline.contact.releases import installed, minor
 from drumline.kv_cache.owner import change_layers
 from drumline.kv_cache.placeholder import counting_tokens, make_placeholders
@@ -361,6 +363,26 @@ def test_turns_of_a_recurrence_here_leave_a_cache_empty_for_turns_elsewhere(chec
 
     device_map = {"": 0, "model.H_module.layers": 1}
     assert on_master(path, 2, refused, device_map=device_map) == work(plain)
+
+
+def test_layers_that_a_model_adds_to_its_cache_are_added_elsewhere(checkpoints, on_master):
+    """Dory has them for later turns of its recurrence: IndexError, on the rank of the layers."""
+    if not hasattr(transformers, "DoryForCausalLM"):
+        pytest.skip("this transformers has no Dory")
+    kinds = ["sliding_attention", "mlp", "full_attention", "mlp"] * 2
+    turns = {"n_input_layers": 2, "n_recurrent_layers": 4, "n_output_layers": 2}
+    config = {**HEADS, **WINDOW, **turns, "num_hidden_layers": 8, "layer_types": kinds}
+    plain, path = checkpoints.make("dory", "DoryForCausalLM", **config)
+
+    def work(model: Any) -> list[Any]:
+        output = model(torch.arange(3, 53)[None], use_cache=True)
+        cache = next(caches.iter_caches(dict(output)))
+        here = [t for t in caches.held_tensors(cache) if type(t) is torch.Tensor and t.dim()]
+        assert all(t.untyped_storage().nbytes() == t.nbytes for t in here if model is not plain)
+        return [output.logits.argmax(-1).tolist(), *outcomes(model)]
+
+    for device_map in ({"": 0, "model.layers.3": 1}, {"": 1, "model.layers.0": 0}):
+        assert on_master(path, 2, work, device_map=device_map) == work(plain)
 
 
 def test_a_layer_that_fills_another_part_of_the_cache_than_it_says_is_refused(
