@@ -146,14 +146,15 @@ def measure_place(device: str, main: str, dtype: torch.dtype) -> DeviceSpeed:
 
 
 def measure_device(
-    device: str, dtype: torch.dtype, of_rounds: OfRounds = min, num_windows: int = 0
+    device: str, dtype: torch.dtype, of_rounds: OfRounds = median, num_windows: int = 0
 ) -> DeviceSpeed:
     """The speed of one device: a linear layer of one token for bytes, of many for FLOPs.
 
     In bfloat16, a product in another order than a layer's is up to 8 times slower on a CPU.
 
-    of_rounds: reduces the times of the rounds; a disturbance only makes one longer. num_windows:
-    for how many WINDOW_S each of the two is done; for a moment if 0.
+    of_rounds: reduces the times of the rounds. Their median is what layers need for as many bytes,
+    in the median of tokens; the shortest of five took a seventh less. num_windows: for how many
+    WINDOW_S each of the two is done; for a moment if 0.
     """
     round_s = num_windows * WINDOW_S or timings.TIMINGS.round_s
     rows = WEIGHTS // (1024 * dtype.itemsize)
@@ -227,7 +228,7 @@ def _measure_group(coor: Coordinator, size: int, device: str, dtype: torch.dtype
 
         def measure() -> list[Sequence[float]]:
             group.barrier()
-            speed = measure_device(device, dtype, median)
+            speed = measure_device(device, dtype)
             small, large = [_allreduce_s(comm, device, dtype, n) for n in (SMALL, LARGE)]
             return [astuple(speed), (small, LARGE / max(large - small, 1e-9))]
 
