@@ -23,7 +23,8 @@ class StageRing(Protocol):
     """The way of messages through a stage, on one of the ranks that hold it.
 
     hop: of the stage, by which programs know it. check_all_failed: return if a step failed on all
-    ranks of the stage, or raise PeerLost.
+    ranks of the stage, or raise PeerLost. check_whole: raise DrumlineError for tensors that a layer
+    hands on and of which each rank of the stage has a part.
     """
 
     rank: int
@@ -33,6 +34,7 @@ class StageRing(Protocol):
     def receive(self, on_predicted: OnPredicted | None = None) -> Message: ...
     def send(self, message: Message) -> Any: ...
     def check_all_failed(self, failure: str) -> None: ...
+    def check_whole(self, tensors: Sequence[torch.Tensor], module: str) -> None: ...
     def close(self, error: BaseException | None = None) -> None: ...
 
 
@@ -96,6 +98,9 @@ class Ring:
 
     def check_all_failed(self, failure: str) -> None:
         """Return: this rank is all of its stage."""
+
+    def check_whole(self, tensors: Sequence[torch.Tensor], module: str) -> None:
+        """Return, for the same reason."""
 
     def adopt(self, tensors: list[torch.Tensor]) -> None:
         """Let torch's current stream use what another thread has received."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from drumline.contact import cache_layers
-from drumline.contact.caches import iter_caches
+from drumline.contact.caches import held_tensors, iter_caches
 from drumline.core import pytree
 from drumline.errors import DrumlineError, describe_with_traceback
 from drumline.kv_cache.owner import CacheRegistry
@@ -84,6 +84,12 @@ class StageCall:
             for index, (old, new) in enumerate(pairs)
             if new.length > old.length or new.has_state > old.has_state
         ]
+
+    def handed_on(self) -> list[torch.Tensor]:
+        """The tensors that the layer wrote into dicts, for later layers."""
+        pairs = zip(self.before, self.shared, strict=True)
+        values = [v for pair in pairs for v in pytree.changed_items(*pair).values()]
+        return [*held_tensors(values)]
 
     def describe(
         self, value: Any, new: list[torch.Tensor], written: Sequence[int] = ()
@@ -183,6 +189,8 @@ class Stage:
             inputs_before = [tensor.clone() for tensor in call.inputs] if may_write else []
             before = call.layer_versions() if step.is_new else []
             value = self.modules[step.module](*call.args, **call.kwargs)
+            if step.is_new and call.shared:
+                self.ring.check_whole(call.handed_on(), step.module)
             written = call.written(inputs_before) if may_write else []
             output = step.output
             if output is None:

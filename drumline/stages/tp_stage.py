@@ -8,7 +8,7 @@ what it receives to its group before it runs it. Only leaders send to other grou
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -67,6 +67,19 @@ class StageGroup:
             lambda: self.coor.allgather(b"failed", timeout_s=TIMINGS.step_agreement_s), failure
         )
 
+    def check_whole(self, tensors: Sequence[torch.Tensor], module: str) -> None:
+        """Raise DrumlineError on all ranks of the group if what they hand on differs. Collective.
+
+        Gemma's later layers take keys and values of earlier ones, and messages carry the leader's.
+        """
+        sums = repr([float(tensor.double().sum()) for tensor in tensors]).encode()
+        if len({*self._together(lambda: self.coor.allgather(sums))}) > 1:
+            raise DrumlineError(
+                f"{module} hands on to later layers what is split over the ranks of a TP group, "
+                "and messages carry the part of one; load the model with tp= alone, or with "
+                "device_map= alone."
+            )
+
     def _together(self, work: Callable[[], T], own_failure: str = "") -> T:
         """The result of work, in which all ranks of the group take part."""
         try:
@@ -116,6 +129,7 @@ class TpRing:
     ):
         self.group, self.hop, self.leaders = group, hop, leaders
         self.rank, self.coor, self.check_all_failed = group.rank, group.coor, group.check_all_failed
+        self.check_whole = group.check_whole
         self._resources = resources
 
     def receive(self, on_predicted: OnPredicted | None = None) -> Message:

@@ -210,10 +210,11 @@ def stages_of(model: Any, device_map: DeviceMap) -> dict[str, int]:
 
 def _hops(model: Any, device_map: DeviceMap) -> dict[str, int]:
     """By module that is called by a message: the place of its stage on the way."""
+    modules = dict(model.named_modules())
     return {
         name: stage + 1
         for name, (stage, _) in device_map.places.items()
-        if named_tensors(model.get_submodule(name))
+        if name in modules and named_tensors(modules[name])
     }
 
 

@@ -21,6 +21,7 @@ from drumline.stages.tp_stage import StageGroup
 from drumline.tensor_parallel import sharded_model
 from drumline.timings import ModelTimings
 from tests.cases import soak
+from tests.drumline.test_families import skip_unless_it_runs
 
 SIZES = {
     "vocab_size": 65,
@@ -79,6 +80,37 @@ def test_two_stages_of_two_ranks_say_what_one_process_says(family, name):
     )
     assert stages == [0, 1]
     same(found, plain)
+
+
+SHARING = {
+    "head_dim": 8,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 65,
+    "intermediate_size": 48,
+}
+GEMMA3N = {"laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"), [("Gemma4ForCausalLM", {}), ("Gemma3nForCausalLM", GEMMA3N)]
+)
+def test_parts_of_keys_that_later_layers_share_are_an_error(checkpoints, kind, config):
+    """Gemma 4 took the keys of the first rank's heads on all ranks, and said something else; Gemma
+    3n, which has a buffer of its own outside of modules, ended in an AttributeError."""
+    skip_unless_it_runs("gemma3n" if config else "gemma4")
+    plain, path = checkpoints.make(f"sharing {kind}", kind, **{**SIZES, **SHARING, **config})
+
+    def refused(model):
+        for _ in range(2):
+            with pytest.raises(StageError, match=r"layers\.0 hands on .* load the model with tp="):
+                said(model)
+        return True
+
+    assert on_master(path, 4, refused, tp=2, device_map="auto")
+    same(on_master(path, 2, said, mesh={"pp": 2, "tp": 1}), plain)
 
 
 def test_every_rank_holds_its_part_of_its_stage(family, monkeypatch):
