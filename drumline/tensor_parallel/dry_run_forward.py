@@ -7,12 +7,14 @@ dry_run(whole, part, styles, rank, size)     # part: a sharded copy of it
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from drumline.contact.caches import held_tensors
 from drumline.errors import PlanError
 from drumline.planner.model_profile import layer_names
 from drumline.tensor_parallel.tp_layers import insert_collectives
@@ -56,18 +58,27 @@ def _signature(layer: nn.Module, name: str, styles: Mapping[str, str]) -> list[A
 
 
 @torch.no_grad()
-def dry_run(model: Any, sharded: Any, styles: Mapping[str, str], rank: int, size: int) -> None:
+def dry_run(
+    model: Any, sharded: Any, styles: Mapping[str, str], rank: int, size: int, stages: bool = False
+) -> None:
     """Raise PlanError if `sharded` cannot compute what `model` computes. Both are used up.
 
     A model that needs values, or more than tokens, to run at all is left to its first call from
-    where it does.
+    where it does. stages: between layers messages carry what one rank has.
     """
+    whole, parts = _track_dicts(model), _track_dicts(sharded)
     tokens = torch.zeros(1, 2 * size, dtype=torch.int64, device="meta")
     expected, end, _ = _forward_shapes(model, tokens)
     communicator: Any = FakeCommunicator(rank, size)
     shapes, place, error = _forward_shapes(
         sharded, tokens, lambda: insert_collectives(sharded, styles, communicator)
     )
+    split = [n for n in parts if parts[n] != whole.get(n, parts[n])] if stages else []
+    if split:
+        raise PlanError(
+            f"{split[0]} hands on to later layers what {size} ranks have parts of, and between "
+            "stages there is that of one; load the model with tp= alone, or with device_map= alone."
+        )
     needs_values = isinstance(error, NotImplementedError) or "meta tensor" in str(error)
     if error is not None and not needs_values and place != end:
         raise PlanError(_describe_misfit(sharded, place or "", styles, size, str(error))) from error
@@ -102,6 +113,20 @@ def _track_modules(model: Any) -> list[str]:
         module.register_forward_pre_hook(lambda *_, name=name: active_modules.append(name))
         module.register_forward_hook(leave)
     return active_modules
+
+
+def _track_dicts(model: Any) -> dict[str, list[tuple[int, ...]]]:
+    """By layer that has run, the shapes in the dicts that it was given, and may have written to."""
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+
+    def look(_: Any, args: Any, options: Any, __: Any, name: str) -> None:
+        dicts = [dict(v) for v in (*args, *options.values()) if isinstance(v, Mapping)]
+        shapes[name] = [tuple(tensor.shape) for tensor in held_tensors(dicts)]
+
+    for name in layer_names(model):
+        hook = functools.partial(look, name=name)
+        model.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
+    return shapes
 
 
 def _shapes(outputs: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

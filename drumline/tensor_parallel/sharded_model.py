@@ -89,7 +89,8 @@ def shard_checkpoint(
         whole = truncated_copy(model, styles)
         part = copy.deepcopy(whole)
         shrink(part, splits, mesh, coor.rank)
-        dry_run(whole, part, styles, mesh.coordinate(coor.rank)["tp"], size)
+        rank_of_group = mesh.coordinate(coor.rank)["tp"]
+        dry_run(whole, part, styles, rank_of_group, size, options.has_stages)
     if checkpoint.generation is not None:
         model.generation_config = checkpoint.generation
     return ShardedModel(model, styles, splits, shapes, where, files, sources)
