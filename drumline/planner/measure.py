@@ -36,7 +36,7 @@ SMALL, LARGE = 64, 1 << 20
 """Bytes of the messages that give latency and bandwidth."""
 
 OfRounds = Callable[[list[float]], float]
-"""Reduces a series of times: min, or median."""
+"""Reduces a series of times: median, or best_window."""
 
 WINDOW_S, NUM_WINDOWS = 0.2, 2
 """Twice the period of the kernel's quotas of CPU time: in less, a container with a third of a core

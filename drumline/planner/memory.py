@@ -20,13 +20,12 @@ Memory = Mapping[Any, Any] | Sequence[Any]
 """Sizes by place, by rank, by device of the master, or as a list by rank."""
 
 CPU_RESERVE_NBYTES = 96 << 20
-"""What a rank's process takes beside weights, cache and activations: buffers of messages, threads,
+"""Memory of a rank's process beside weights, cache and activations: buffers of messages, threads,
 code that is loaded late."""
 
 ACCELERATOR_RESERVE_NBYTES = 768 << 20
-"""What a rank's process takes of a GPU beside them: CUDA's context with the code of kernels, and
-cuBLAS's workspace; 721 MiB on an H200."""
-
+"""Memory of a GPU that a rank's process takes beside them: CUDA's context with the code of kernels,
+and cuBLAS's workspace; 721 MiB on an H200."""
 
 SIZE = re.compile(r"\s*(\d{1,18}\.?\d{0,18})\s*([KMGTP]?)(i?)B?\s*", re.IGNORECASE)
 MAX_NBYTES = 1 << 63

@@ -39,8 +39,8 @@ def greedy(
     **options: Any,
 ) -> list[int]:
     ids = torch.tensor([prompt], device=GPU)
-    said = model.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=None, **options)
-    return said[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+    rows = model.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=None, **options)
+    return rows[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
 def save(coor: Coordinator, folder: str, **sizes: Any) -> None:

@@ -27,9 +27,8 @@ from tests.gpu import decode
 # isort: split
 from drumline.stages.cuda_graphs import NUM_WARM_UPS, CudaGraph
 
-CUBLAS_NBYTES = (
-    33 << 20
-)  # the workspace that torch gives cuBLAS on a GPU of Hopper, for each stream
+# The workspace that torch gives cuBLAS on a GPU of Hopper.
+CUBLAS_NBYTES = 33 << 20
 
 pytestmark = [needs_gpu_or_stand_in, pytest.mark.timeout(250)]
 

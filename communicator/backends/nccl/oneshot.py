@@ -256,7 +256,7 @@ class Oneshot:
         """Enqueue the sum of every rank's tensor into out, which may be tensor."""
         self.check()
         stream = torch.cuda.current_stream(self._device)
-        if self._last_stream is None or stream != self._last_stream:  # torch: nothing != None
+        if self._last_stream is None or stream != self._last_stream:  # no stream != None, to torch
             self._follow_last_stream(stream)
         call, nbytes = self._call, tensor.nbytes
         call.algorithm, call.dtype, call.nbytes = algorithm, dtype_info(tensor.dtype).number, nbytes

@@ -209,8 +209,9 @@ def test_a_plan_finds_weights_by_another_name_and_without_the_hub(
 def test_a_header_that_breaks_off_is_one_error(hub, capsys, monkeypatch):
     monkeypatch.setattr(Answer, "_send", _breaking(Answer._send))
     assert main(["plan", "--memory", "1GiB", "--model", ID]) == 1
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"{ID} is not a folder here, and the Hub does not give" in said
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"{ID} is not a folder here, and the Hub does not give" in error
 
 
 def _breaking(send):

@@ -99,19 +99,19 @@ GEMMA3N = {"laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern
     ("kind", "config"), [("Gemma4ForCausalLM", {}), ("Gemma3nForCausalLM", GEMMA3N)]
 )
 def test_parts_of_keys_that_later_layers_share_are_an_error(checkpoints, monkeypatch, kind, config):
-    """Gemma 4 took the keys of the first rank's heads on all ranks, and said something else; Gemma
+    """Gemma 4 took the keys of the first rank's heads on all ranks, and gave other tokens; Gemma
     3n, which has a buffer of its own outside of modules, ended in an AttributeError."""
     skip_unless_it_runs("gemma3n" if config else "gemma4")
     plain, path = checkpoints.make(f"sharing {kind}", kind, **{**SIZES, **SHARING, **config})
 
-    said_by_all = "hands on to later layers .* load the model with tp= alone"
-    with pytest.raises(LaunchError, match=said_by_all):
+    refusal = "hands on to later layers .* load the model with tp= alone"
+    with pytest.raises(LaunchError, match=refusal):
         on_master(path, 4, said, tp=2, device_map="auto")
     monkeypatch.setattr(sharded_model, "dry_run", lambda *_: None)  # as for a model that needs more
 
     def refused(model):
         for _ in range(2):
-            with pytest.raises(StageError, match=rf"layers\.0 {said_by_all}"):
+            with pytest.raises(StageError, match=rf"layers\.0 {refusal}"):
                 said(model)
         return True
 
