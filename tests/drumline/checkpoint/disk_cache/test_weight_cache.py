@@ -155,8 +155,9 @@ def test_what_arrived_before_a_cut_is_not_sent_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(plan_executor.PlanExecutor, "_receive", cut)
-        errors = loaded(ranks_or_errors, checkpoint, (1, 1))
-        assert all(isinstance(error, Exception) for error in errors)
+        outcomes = loaded(ranks_or_errors, checkpoint, (1, 1))
+        # the sender may be done before: its sockets hold what it sends
+        assert isinstance(outcomes[1], OSError) and "the link is down" in str(outcomes[1])
     found = loaded(ranks, checkpoint, (1, 1))
     nbytes_kept = found[1][1].nbytes_kept
     assert nbytes_kept == sum(block.source.numel * 4 for block in passed)
