@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import itertools
 import json
 import os
@@ -38,6 +39,7 @@ from benchmarks import llama_cpp
 from benchmarks.big_peers import be_alone, be_offloaded, be_rank
 from benchmarks.network import per_ms
 from benchmarks.table import Table
+from drumline.cli.show_plan import show_plan
 from launcher import LaunchInfo
 from tests.network_hosts import NetworkHosts
 
@@ -91,7 +93,8 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # hosts end with us
     torch.set_num_threads(1)
-    table = Table("big", COLUMNS, NOTE, keep=options.save)
+    name = "big" if options.dtype == "float32" else f"big-{options.dtype}"
+    table = Table(name, COLUMNS, NOTE, keep=options.save)
     with tempfile.TemporaryDirectory() as folder:
         nbytes = new_model(folder, options)
         alone: dict[str, Any] = {}
@@ -273,13 +276,12 @@ def planned(
         return {}
     size = int(options.limit * 1e6) * 9 // 10 or nbytes * 2 // options.hosts
     bandwidth = [str(int(speed)) for speed in row["bandwidth"]]
-    words = ["--model", folder, "--memory", *[str(size)] * options.hosts]
-    words += ["--device-map", "balanced", "--length", str(options.prompt)]
-    words += ["--bandwidth", *bandwidth]
-    words += ["--hop", str(row["hop_s"] * 1e6), "--link", str(int(per_ms(rate) * 1000))]
-    words += ["--flops", str(row["flops"])]
-    command = [sys.executable, "-m", "drumline", "plan", *words]
-    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    settings = {"hop_us": row["hop_s"] * 1e6, "link": str(int(per_ms(rate) * 1000))}
+    settings |= {name: row[name] for name in ("flops", "calls")}
+    memory = [str(size)] * options.hosts
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        show_plan(folder, memory, "balanced", None, 1, options.prompt, bandwidth, **settings)
+    out = shown.getvalue()
     texts = {
         "token_s": re.search(r"a token takes ([\d.e-]+) (m?s)", out),
         "first_s": re.search(r"the first token of \d+ takes ([\d.e-]+) (m?s)", out),

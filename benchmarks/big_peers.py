@@ -41,6 +41,7 @@ def be_rank(folder: str, options: Namespace) -> dict[str, Any]:
     row["sent_s"] = sent / options.rate
     row["bandwidth"] = [speeds.places[place].nbytes for place in places]
     row["flops"] = max(speeds.places[place].flops for place in places)
+    row["calls"] = max(speeds.places[place].calls for place in places)
     row["hop_s"] = max(link.latency_s for link in speeds.links.values())
     return row
 

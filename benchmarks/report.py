@@ -62,7 +62,7 @@ SECTIONS = (
     Section(
         "inference",
         "One model over ranks",
-        ("inference*", "model", "big", "serve*"),
+        ("inference*", "model", "big*", "serve*"),
         ("model",),
         "inference nano-engine model big serve",
     ),

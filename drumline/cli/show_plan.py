@@ -30,23 +30,23 @@ from drumline.planner.cost_model import (
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import nbytes
 from drumline.planner.plan import plan
-from drumline.planner.token_memory import token_memory, with_tokens
+from drumline.planner.token_memory import token_memory, with_calls, with_tokens
 from drumline.strategies.opening import describe_checkpoint
 from drumline.strategies.plan_inputs import sized_model
 
-DEFAULT_BANDWIDTH, DEFAULT_FLOPS = "20GB", 2e11
-"""Of the memory and the processor of an ordinary computer."""
+DEFAULT_BANDWIDTH, DEFAULT_FLOPS, DEFAULT_CALLS = "20GB", 2e11, 1.2e5
+"""Of the memory and the processor of an ordinary computer; the last of torch, by Python."""
 
 ORDERING = 3.5
 """Times as long as reading weights takes a CPU to bring them into order for several tokens."""
 
 
 def _speeds(
-    places: Collection[Place], bandwidth: Sequence[str], hop: LinkSpeed, flops: float
+    places: Collection[Place], bandwidth: Sequence[str], hop: LinkSpeed, flops: float, calls: float
 ) -> DeviceSpeeds:
     """The speeds that the arguments of show_plan() say."""
     read = {place: nbytes(bandwidth[place[0]]) for place in places}
-    by_place = {place: DeviceSpeed(flops, n, n / ORDERING) for place, n in read.items()}
+    by_place = {place: DeviceSpeed(flops, n, n / ORDERING, calls) for place, n in read.items()}
     return DeviceSpeeds(by_place, {rank: hop for rank, _ in places if len(places) > 1})
 
 
@@ -95,6 +95,7 @@ def show_plan(
     hop_us: float = 100.0,
     link: str | None = None,
     flops: float | None = None,
+    calls: float = DEFAULT_CALLS,
     html: Path | None = None,
     png: Path | None = None,
     **options: Any,
@@ -104,7 +105,8 @@ def show_plan(
 
     memory: of each rank. batch, length: sequences, and the tokens of each in the cache.
     bandwidth: bytes that each rank reads in a second. hop_us: latency between two ranks. link:
-    bytes that it takes in a second, no limit if not given. flops: of a rank in a second.
+    bytes that it takes in a second, no limit if not given. flops: of a rank in a second. calls: of
+    functions of torch that a rank makes in a second; counted with a length alone.
     html, png: files for pictures of the map. options: of `load`.
     """
     request = LoadOptions(dtype=dtype, **options)
@@ -117,7 +119,7 @@ def show_plan(
     free_nbytes = {(rank, "cpu"): nbytes(size) for rank, size in enumerate(memory)}
     bandwidth = bandwidth or [DEFAULT_BANDWIDTH] * len(memory)
     hop = LinkSpeed(hop_us * 1e-6, nbytes(link) if link else math.inf)
-    speeds = _speeds(free_nbytes, bandwidth, hop, flops or DEFAULT_FLOPS)
+    speeds = _speeds(free_nbytes, bandwidth, hop, flops or DEFAULT_FLOPS, calls)
     shape = PassShape(batch, model_profile.hidden_width(config), torch_dtype.itemsize)
     planned = plan(profile, free_nbytes, device_map, speeds=speeds, step=shape)
     decoding = model_profile.decode_profile(model, profile)
@@ -137,7 +139,8 @@ def show_plan(
         f"{_time_of_a_token(decoding, planned, speeds, shape)}"
     )
     if length and kind.can_generate():
-        text += f"\n{_time_of_a_prompt(weights, planned, speeds, shape, length)}"
+        called = with_calls(weights, for_tokens)
+        text += f"\n{_time_of_a_prompt(called, planned, speeds, shape, length)}"
     if for_tokens.error:
         text += f"\n{for_tokens.warning(kind)}"
     print(text)

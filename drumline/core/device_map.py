@@ -77,7 +77,7 @@ class ModulePart:
 
     `unread_nbytes` of them are not read when a token passes: a table in which rows are looked up.
     `kept_nbytes` of them are for the cache. `unpacked_nbytes` are needed beside them while it runs,
-    for the largest weight that it keeps packed.
+    for the largest weight that it keeps packed. `num_calls`: of functions of torch, in a pass.
     """
 
     name: str
@@ -85,6 +85,7 @@ class ModulePart:
     unread_nbytes: int = 0
     kept_nbytes: int = 0
     unpacked_nbytes: int = 0
+    num_calls: int = 0
 
     @property
     def read_nbytes(self) -> int:

@@ -5,9 +5,10 @@ speeds = DeviceSpeeds({(0, "cpu"): rank_0, (1, "cpu"): rank_1}, {0: hop, 1: hop}
 print(estimate(layout, plan(layout, free_nbytes, "fastest", speeds=speeds), speeds).tokens_a_second)
 
 A place spends on a part of the model the time to read its weights or to multiply with them, the
-longer of the two (the roofline of Williams et al., 2009), and to bring them into the order in which
-a library multiplies several tokens with them. A token passes all stages one after the other; with
-several passes in flight the slowest stage sets the pace.
+longer of the two (the roofline of Williams et al., 2009), to bring them into the order in which a
+library multiplies several tokens with them, and to call the functions that the code of the part
+calls. A token passes all stages one after the other; with several passes in flight the slowest
+stage sets the pace.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from statistics import median
 
 from drumline.core.device_map import DeviceMap, ModelProfile, ModulePart, Place
 
@@ -26,11 +28,13 @@ NOISE = 0.15
 @dataclass(frozen=True)
 class DeviceSpeed:
     """Work of one place in a second: floating point operations, bytes of weights read, and of
-    weights brought into order for several tokens, which is not for nothing on a CPU."""
+    weights brought into order for several tokens, and calls of functions of torch by the code of a
+    model. The last two are for nothing on an accelerator, which is called ahead."""
 
     flops: float
     nbytes: float
     ordered_nbytes: float = math.inf
+    calls: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -55,17 +59,19 @@ class DeviceSpeeds:
 def equalize_similar_devices(
     places: Mapping[Place, DeviceSpeed], noise: float = NOISE
 ) -> dict[Place, DeviceSpeed]:
-    """Give devices of one kind that differ by less than the noise the speed of the best.
+    """Give devices of one kind that are slower than the best by less than the noise one speed.
 
-    They are equal, and one measurement was disturbed: no reason to send a layer to another rank.
+    They are equal, and one measurement was disturbed: no reason to send a layer to another rank. It
+    is their median, for the best of three was up to a sixth faster than any was afterwards.
     """
     equalized = {}
     for place, speed in places.items():
         kind = place[1].partition(":")[0]
         similar = [other for (_, name), other in places.items() if name.startswith(kind)]
-        best = [max(numbers) for numbers in zip(*map(astuple, similar), strict=True)]
-        pairs = zip(astuple(speed), best, strict=True)
-        equalized[place] = DeviceSpeed(*(b if n > (1 - noise) * b else n for n, b in pairs))
+        columns = zip(*map(astuple, similar), strict=True)
+        equal = [[n for n in column if n > (1 - noise) * max(column)] for column in columns]
+        pairs = zip(astuple(speed), equal, strict=True)
+        equalized[place] = DeviceSpeed(*(median(best) if n in best else n for n, best in pairs))
     return equalized
 
 
@@ -114,7 +120,7 @@ class Estimate:
 def estimate(
     model: ModelProfile, device_map: DeviceMap, speeds: DeviceSpeeds, step: PassShape | None = None
 ) -> Estimate:
-    """Estimate the speed of a device map: an upper bound, as only weights and hops count."""
+    """Estimate the speed of a device map: an upper bound, as only weights, calls and hops count."""
     step = step or PassShape()
     stages = stage_times(model, device_map, speeds, step)
     return _estimate(list(stages), list(stages.values()), speeds, step)
@@ -145,7 +151,8 @@ def estimate_prompt(
     other over the stages. Attention is left out, which grows with the square of the length.
     """
     prompt = replace(step, batch=step.batch * length)
-    layers = stage_times(replace(model, others=()), device_map, speeds, prompt)
+    parts = tuple(replace(part, num_calls=part.num_calls * chunks) for part in model.layers)
+    layers = stage_times(replace(model, others=(), layers=parts), device_map, speeds, prompt)
     around = stage_times(replace(model, layers=()), device_map, speeds, step)  # of the last tokens
     stages = [layers[place] + around[place] for place in layers]
     nbytes = prompt.batch * step.width * step.itemsize
@@ -179,22 +186,26 @@ def estimate_tensor_parallel(
     """
     step, size = step or PassShape(), tp_group.size
     nbytes = step.batch * step.width * step.itemsize
-    alone = sum(part_time_s(part, tp_group.speed, step) for part in (*model.others, *model.layers))
-    work = alone / size + 2 * (len(model.layers) + 1) * tp_group.sums.seconds(nbytes)
+    parts = (*model.others, *model.layers)
+    alone = sum(part_time_s(part, tp_group.speed, step, size) for part in parts)
+    work = alone + 2 * (len(model.layers) + 1) * tp_group.sums.seconds(nbytes)
     lasts = range(size - 1, len(speeds.links), size)  # of each group, its last rank
     hops = sum(speeds.links[rank].seconds(nbytes) for rank in lasts) if len(lasts) > 1 else 0.0
     return _paced(work, work / max(1, len(lasts)), hops, step)
 
 
-def part_time_s(part: ModulePart, speed: DeviceSpeed, step: PassShape) -> float:
-    """Seconds that one pass spends on a part of the model.
+def part_time_s(
+    part: ModulePart, speed: DeviceSpeed, step: PassShape, num_shards: int = 1
+) -> float:
+    """Seconds that one pass spends on a part of the model, or on one of its shards.
 
     Each token of the batch is multiplied with all weights, and with its own part of the cache.
     """
     weights_nbytes = part.read_nbytes - part.kept_nbytes
     operations = 2 * (step.batch * weights_nbytes + part.kept_nbytes) / step.itemsize
     ordering_s = (1 - 1 / step.batch) * weights_nbytes / speed.ordered_nbytes
-    return max(part.read_nbytes / speed.nbytes, operations / speed.flops) + ordering_s
+    work_s = max(part.read_nbytes / speed.nbytes, operations / speed.flops) + ordering_s
+    return work_s / num_shards + part.num_calls / speed.calls
 
 
 def ring_passes(ranks: Iterable[int]) -> int:

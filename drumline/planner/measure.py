@@ -6,6 +6,7 @@ plan(profile, free_nbytes, "fastest", speeds=speeds, step=PassShape(width=4096, 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import astuple
@@ -18,7 +19,9 @@ from torch.nn.functional import linear
 from communicator import Communicator, Unsupported
 from coordinator import Coordinator
 from drumline import timings
+from drumline.contact import model_parts
 from drumline.core.device_map import Place, first_device, offload_level
+from drumline.core.meta_pass import MetaPass
 from drumline.planner.cost_model import (
     DeviceSpeed,
     DeviceSpeeds,
@@ -148,22 +151,34 @@ def measure_place(device: str, main: str, dtype: torch.dtype) -> DeviceSpeed:
 def measure_device(
     device: str, dtype: torch.dtype, of_rounds: OfRounds = median, num_windows: int = 0
 ) -> DeviceSpeed:
-    """The speed of one device: a linear layer of one token for bytes, of many for FLOPs.
+    """The speed of one device: a linear layer of one token for bytes, of many for FLOPs; a tiny
+    model for calls, on a CPU.
 
     In bfloat16, a product in another order than a layer's is up to 8 times slower on a CPU.
 
     of_rounds: reduces the times of the rounds. Their median is what layers need for as many bytes,
     in the median of tokens; the shortest of five took a seventh less. num_windows: for how many
-    WINDOW_S each of the two is done; for a moment if 0.
+    WINDOW_S each of them is done; for a moment if 0.
     """
     round_s = num_windows * WINDOW_S or timings.TIMINGS.round_s
+    calls = _calls_a_second(of_rounds, round_s) if device == "cpu" else math.inf
     rows = WEIGHTS // (1024 * dtype.itemsize)
     weights = torch.ones(rows, 1024, dtype=dtype, device=device)
     tokens = torch.ones(TOKENS, 1024, dtype=dtype, device=device)
     reading_s = of_rounds(_rounds(lambda: linear(tokens[:1], weights), device, round_s))
     square = weights[:1024]
     multiplying_s = of_rounds(_rounds(lambda: linear(tokens, square), device, round_s))
-    return DeviceSpeed(2.0 * square.numel() * TOKENS / multiplying_s, weights.nbytes / reading_s)
+    flops = 2.0 * square.numel() * TOKENS / multiplying_s
+    return DeviceSpeed(flops, weights.nbytes / reading_s, calls=calls)
+
+
+def _calls_a_second(of_rounds: OfRounds, round_s: float) -> float:
+    """The calls of torch by the code of transformers, with tensors that are too small to matter."""
+    model, token = model_parts.build_tiny(), torch.ones(1, 1, dtype=torch.long)
+    with torch.no_grad(), MetaPass() as counted:
+        model(token)
+    took_s = of_rounds(_rounds(lambda: model(token), "cpu", round_s))
+    return float(counted.num_calls / took_s)
 
 
 @torch.inference_mode()

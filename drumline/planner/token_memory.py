@@ -45,10 +45,12 @@ class TokenMemory:
 
     kept: from pass to pass, as keys and values, latents or states. active: at most, while the part
         runs over all of these tokens at once, with its result. error: why nothing is known.
+    num_calls: no bytes, but of functions of torch, in a pass.
     """
 
     kept: dict[str, int] = field(default_factory=dict)
     active: dict[str, int] = field(default_factory=dict)
+    num_calls: dict[str, int] = field(default_factory=dict)
     error: str = ""
 
     def of_batch(self, batch: int, measured: int) -> TokenMemory:
@@ -141,15 +143,28 @@ def with_tokens(parts: ModelProfile, memory: TokenMemory) -> ModelProfile:
         extra = max(0, active(part) - workspace)
         kept = memory.kept.get(part.name, 0)
         nbytes, unread = part.nbytes + extra + kept, part.unread_nbytes + extra
-        return ModulePart(part.name, nbytes, unread, kept)
+        return dataclasses.replace(
+            part, nbytes=nbytes, unread_nbytes=unread, kept_nbytes=kept, unpacked_nbytes=0
+        )
 
     def layer(part: ModulePart) -> ModulePart:
         kept = memory.kept.get(part.name, 0)
         return dataclasses.replace(part, nbytes=part.nbytes + kept, kept_nbytes=kept)
 
+    parts = with_calls(parts, memory)
     layers = tuple(map(layer, parts.layers))
     others = tuple(map(around, parts.others))
     return dataclasses.replace(parts, layers=layers, others=others, workspace_nbytes=workspace)
+
+
+def with_calls(parts: ModelProfile, memory: TokenMemory) -> ModelProfile:
+    """The profile with the calls of functions that the code of each part makes in a pass."""
+
+    def called(part: ModulePart) -> ModulePart:
+        return dataclasses.replace(part, num_calls=memory.num_calls.get(part.name, 0))
+
+    layers, others = (tuple(map(called, each)) for each in (parts.layers, parts.others))
+    return dataclasses.replace(parts, layers=layers, others=others)
 
 
 def _measured(
@@ -165,7 +180,7 @@ def _run(passes: _Passes, length: int) -> TokenMemory:
     short = passes.run(SHORT)
     try:
         last = passes.run(length, limit=GROWTH * short.shapes.num_calls)
-        return TokenMemory(last.kept, last.active)
+        return TokenMemory(last.kept, last.active, last.num_calls)
     except TooManyCalls:
         longer = passes.run(LONGER)
     kept, active = {}, {}
@@ -173,7 +188,7 @@ def _run(passes: _Passes, length: int) -> TokenMemory:
         num_kept = int(min(length, longer.windows.get(name, math.inf)))
         kept[name] = _grown(short.kept[name], longer.kept[name], num_kept)
         active[name] = _grown(short.active[name], longer.active[name], length)
-    return TokenMemory(kept, active)
+    return TokenMemory(kept, active, short.num_calls)
 
 
 def _grown(short: int, longer: int, num_tokens: int) -> int:
@@ -219,19 +234,21 @@ class _WatchedPass:
 
     def __init__(self, names: Sequence[str], limit: float):
         self.shapes, self.live = MetaPass(limit), LiveMemory()
-        self.kept, self.active = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+        self.kept, self.active, self.num_calls = (dict.fromkeys(names, 0) for _ in range(3))
         self.windows: dict[str, float] = {}
         self.nbytes_by_layer: dict[int, int] = {}
-        self._live_before = 0
+        self._live_before = self._calls_before = 0
 
     def hook(self, name: str, module: nn.Module, stack: contextlib.ExitStack) -> None:
         def before(*_: Any) -> None:
             live = self.live
             self._live_before = live.peak_nbytes = live.nbytes
+            self._calls_before = self.shapes.num_calls
 
         def after(_: Any, args: Any, options: dict[str, Any], __: Any) -> None:
             live = self.live
             self.active[name] = max(self.active[name], live.peak_nbytes - self._live_before)
+            self.num_calls[name] += self.shapes.num_calls - self._calls_before
             for cache in caches.iter_caches([args, options]):
                 self._look(name, cache)
 
