@@ -68,11 +68,14 @@ def _time_of_a_token(
 
 
 def _time_of_a_prompt(
-    weights: ModelProfile, planned: DeviceMap, speeds: DeviceSpeeds, shape: PassShape, length: int
+    weights: ModelProfile,
+    planned: DeviceMap,
+    speeds: DeviceSpeeds,
+    shape: PassShape,
+    length: int,
+    size: int,
 ) -> str:
-    size = tokens_of_chunk(length, len(planned.ranks))
-    chunks = -(-length // size) if size else 1
-    expected = estimate_prompt(weights, planned, speeds, shape, length, chunks)
+    expected = estimate_prompt(weights, planned, speeds, shape, length, -(-length // size))
     speed, *_ = speeds.places.values()
     return (
         f"the first token of {length} takes {_time(expected.pass_s)} at least, of which hops "
@@ -139,8 +142,10 @@ def show_plan(
         f"{_time_of_a_token(decoding, planned, speeds, shape)}"
     )
     if length and kind.can_generate():
-        called = with_calls(weights, for_tokens)
-        text += f"\n{_time_of_a_prompt(called, planned, speeds, shape, length)}"
+        size = tokens_of_chunk(length, len(planned.ranks)) or length
+        of_chunk = token_memory(kind, config, torch_dtype, weights, batch, size)
+        called = with_calls(weights, of_chunk.prompt_calls)
+        text += f"\n{_time_of_a_prompt(called, planned, speeds, shape, length, size)}"
     if for_tokens.error:
         text += f"\n{for_tokens.warning(kind)}"
     print(text)

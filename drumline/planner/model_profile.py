@@ -293,5 +293,7 @@ def decode_profile(model: Any, parts: ModelProfile) -> ModelProfile:
     passed = {*(model.get_decoder() or model).modules(), model.get_output_embeddings()}
     names = {n for n, m in model.named_modules() if not passed.isdisjoint(m.modules())}
     layers = tuple(part for part in parts.layers if part.name in names)
+    if not layers:  # what some models name so is their head
+        return parts
     others = tuple(part for part in parts.others if part.name in names)
     return dataclasses.replace(parts, layers=layers, others=others)

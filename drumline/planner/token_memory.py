@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,12 +45,14 @@ class TokenMemory:
 
     kept: from pass to pass, as keys and values, latents or states. active: at most, while the part
         runs over all of these tokens at once, with its result. error: why nothing is known.
-    num_calls: no bytes, but of functions of torch, in a pass.
+    num_calls, prompt_calls: no bytes, but of functions of torch, in the pass of one token that
+        follows them, and in theirs.
     """
 
     kept: dict[str, int] = field(default_factory=dict)
     active: dict[str, int] = field(default_factory=dict)
     num_calls: dict[str, int] = field(default_factory=dict)
+    prompt_calls: dict[str, int] = field(default_factory=dict)
     error: str = ""
 
     def of_batch(self, batch: int, measured: int) -> TokenMemory:
@@ -151,17 +153,17 @@ def with_tokens(parts: ModelProfile, memory: TokenMemory) -> ModelProfile:
         kept = memory.kept.get(part.name, 0)
         return dataclasses.replace(part, nbytes=part.nbytes + kept, kept_nbytes=kept)
 
-    parts = with_calls(parts, memory)
+    parts = with_calls(parts, memory.num_calls)
     layers = tuple(map(layer, parts.layers))
     others = tuple(map(around, parts.others))
     return dataclasses.replace(parts, layers=layers, others=others, workspace_nbytes=workspace)
 
 
-def with_calls(parts: ModelProfile, memory: TokenMemory) -> ModelProfile:
+def with_calls(parts: ModelProfile, num_calls: Mapping[str, int]) -> ModelProfile:
     """The profile with the calls of functions that the code of each part makes in a pass."""
 
     def called(part: ModulePart) -> ModulePart:
-        return dataclasses.replace(part, num_calls=memory.num_calls.get(part.name, 0))
+        return dataclasses.replace(part, num_calls=num_calls.get(part.name, 0))
 
     layers, others = (tuple(map(called, each)) for each in (parts.layers, parts.others))
     return dataclasses.replace(parts, layers=layers, others=others)
@@ -178,17 +180,19 @@ def _measured(
 
 def _run(passes: _Passes, length: int) -> TokenMemory:
     short = passes.run(SHORT)
+    num_calls = passes.calls_of_next(short)
     try:
         last = passes.run(length, limit=GROWTH * short.shapes.num_calls)
-        return TokenMemory(last.kept, last.active, last.num_calls)
+        return TokenMemory(last.kept, last.active, num_calls, last.num_calls)
     except TooManyCalls:
         longer = passes.run(LONGER)
-    kept, active = {}, {}
+    kept, active, calls = {}, {}, {}
     for name in passes.names:
         num_kept = int(min(length, longer.windows.get(name, math.inf)))
         kept[name] = _grown(short.kept[name], longer.kept[name], num_kept)
         active[name] = _grown(short.active[name], longer.active[name], length)
-    return TokenMemory(kept, active, short.num_calls)
+        calls[name] = _grown(short.num_calls[name], longer.num_calls[name], length)
+    return TokenMemory(kept, active, num_calls, calls)
 
 
 def _grown(short: int, longer: int, num_tokens: int) -> int:
@@ -206,9 +210,22 @@ class _Passes:
         self.modules = {name: modules[name] for name in self.names if name in modules}
         self.own_before = {name: _own_nbytes(module) for name, module in self.modules.items()}
 
-    def run(self, length: int, limit: float = math.inf) -> _WatchedPass:
-        """One pass over `length` tokens. Raises TooManyCalls after `limit` calls of torch."""
-        inputs = text_inputs(self.model, self.batch, length)
+    def calls_of_next(self, first: _WatchedPass) -> dict[str, int]:
+        """The calls of each part for one more token, of which a loop has one turn; those of the
+        first pass if the model takes its states in another way."""
+        try:
+            return self.run(1, states=first.states).num_calls
+        except Exception:  # of the model's own code
+            return first.num_calls
+
+    def run(
+        self, length: int, limit: float = math.inf, states: Mapping[str, Any] | None = None
+    ) -> _WatchedPass:
+        """One pass over `length` tokens. Raises TooManyCalls after `limit` calls of torch.
+
+        states: of the pass before it.
+        """
+        inputs = {**text_inputs(self.model, self.batch, length), **(states or {})}
         watch = _WatchedPass(self.names, limit)
         with contextlib.ExitStack() as stack:
             for name, module in self.modules.items():
@@ -219,7 +236,8 @@ class _Passes:
             output = self.model(**inputs)
         for name, module in self.modules.items():
             watch.kept[name] += _own_nbytes(module) - self.own_before[name]
-        states = [value for value in output.values() if not isinstance(value, torch.Tensor)]
+        states = {n: value for n, value in output.items() if not isinstance(value, torch.Tensor)}
+        watch.states = states
         rest = max(0, _nbytes(states) - sum(watch.nbytes_by_layer.values()))
         for name in self.layers if rest else ():
             watch.kept[name] += -(-rest // len(self.layers))
@@ -229,13 +247,15 @@ class _Passes:
 class _WatchedPass:
     """One pass, in which it is seen by how much each part lets caches grow, and what is live.
 
-    windows: the tokens that a part keeps at most, where it keeps a window of them.
+    windows: the tokens that a part keeps at most, where it keeps a window of them. states: what the
+        model is given for the next pass.
     """
 
     def __init__(self, names: Sequence[str], limit: float):
         self.shapes, self.live = MetaPass(limit), LiveMemory()
         self.kept, self.active, self.num_calls = (dict.fromkeys(names, 0) for _ in range(3))
         self.windows: dict[str, float] = {}
+        self.states: dict[str, Any] = {}
         self.nbytes_by_layer: dict[int, int] = {}
         self._live_before = self._calls_before = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from drumline.contact import caches
+from drumline.core.meta_pass import MetaPass
 from drumline.planner.load_options import LoadOptions
-from drumline.planner.model_profile import build_on_meta, profile_model
+from drumline.planner.model_profile import build_on_meta, decode_profile, profile_model
 from drumline.planner.token_memory import TokenMemory, token_memory, with_tokens
 from tests.cases import soak_all
 from tests.drumline.test_families import CAUSAL, STATES, UNUSUAL
@@ -126,6 +128,51 @@ def test_a_cache_of_any_causal_class_is_planned_as_large_as_it_is(name):
     except Exception as error:
         pytest.skip(f"its default config with small sizes makes no model that runs: {error!r:.200}")
     check_planned(plain)
+
+
+STEPPED = {
+    "llama": CAUSAL["llama_tied"],
+    "rwkv": PUBLISHED["rwkv"],
+    "bart": ("BartForConditionalGeneration", {"d_model": 32, "vocab_size": 64}),
+    "modernbert": (
+        "ModernBertDecoderForCausalLM",
+        {
+            **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 64),
+            **dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 4),
+            **{f"{name}_token_id": 1 for name in ("pad", "bos", "eos", "cls", "sep")},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("family", STEPPED)
+def test_calls_are_those_of_a_token_that_follows_a_prompt(family):
+    """RWKV's were 3.5 times too many, 8 turns of its loop; of ModernBERT the head's alone counted,
+    which it calls its decoder."""
+    name, fields = STEPPED[family]
+    kind = getattr(transformers, name)
+    plain = kind(kind.config_class(**fields)).eval()
+    parts, memory = measured(kind, plain.config, 1, LENGTH)
+    decoding = decode_profile(build_on_meta(kind, plain.config, torch.float32), parts)
+    planned = sum(memory.num_calls[part.name] for part in (*decoding.others, *decoding.layers))
+    seen, forward = [], plain.forward
+
+    @functools.wraps(forward)
+    def counted(*args: Any, **options: Any) -> Any:
+        with MetaPass() as shapes:
+            output = forward(*args, **options)
+        seen.append(shapes.num_calls)
+        return output
+
+    plain.forward = counted
+    ids = torch.arange(3, 3 + LENGTH)[None]
+    plain.generate(ids, max_new_tokens=2, min_new_tokens=2, do_sample=False)
+    assert 0.8 * seen[-1] <= planned <= 1.25 * seen[-1]
+    assert (
+        0.8 * seen[0]
+        <= sum(memory.prompt_calls.values())
+        <= (2 if family == "bart" else 1.25) * seen[0]
+    )
 
 
 def test_each_layer_is_charged_for_what_it_keeps_itself():
