@@ -33,7 +33,7 @@ class SamplingParams:
     of tokens of the prompt and the sequence, and multiplies the negative ones.
     logit_bias: added to the logits of these tokens.
     stop_tokens: end the sequence, as the model's own do unless ignore_eos; none of them comes among
-    the first min_tokens tokens.
+    the first min_tokens tokens, unless a grammar has nothing else to go on with.
     num_logprobs: of how many most likely tokens the log-probabilities are kept; None keeps none.
     scores_prompt: whether the log-probabilities of the prompt are wanted, too.
     """
@@ -133,12 +133,11 @@ class TokenSampler:
     def _changed(self, logits: torch.Tensor) -> torch.Tensor:
         """With bias, penalties, and without what may not come next."""
         logits = self._penalized(self._without_repetition(logits))
-        if self.params.logit_bias:
-            tokens, bias = zip(*self.params.logit_bias, strict=True)
-            logits = logits.index_add(0, *_on(logits.device, tokens, bias))
-        if self.counts.total() < self.params.min_tokens and self._end_tokens:
-            (ends,) = _on(logits.device, self._end_tokens)
-            logits = logits.index_fill(0, ends, -torch.inf)
+        bias = dict(self.params.logit_bias)
+        if self.counts.total() < self.params.min_tokens:
+            bias |= dict.fromkeys(self._end_tokens, -1e30)  # -inf were no token behind whole JSON
+        if bias:
+            logits = logits.index_add(0, *_on(logits.device, bias.keys(), bias.values()))
         return logits if self.grammar is None else self.grammar.mask(logits)
 
     def _without_repetition(self, logits: torch.Tensor) -> torch.Tensor:

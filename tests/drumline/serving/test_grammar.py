@@ -71,3 +71,14 @@ def test_a_list_of_calls_names_tools_and_has_the_parameters_of_each(byte_tokeniz
         calls = json.loads(text_of(byte_tokenizer, schema, seed))
         assert 1 <= len(calls) <= 2
         assert all(call["parameters"].get("a") == wanted[call["name"]] for call in calls)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_an_answer_without_more_to_say_ends_before_min_tokens(byte_tokenizer, temperature):
+    """No token was left, so that the first one followed, or an error."""
+    end = byte_tokenizer.eos_token_id
+    grammar = GrammarCompiler(byte_tokenizer, len(byte_tokenizer)).json({"enum": [1, 11]})
+    params = SamplingParams(temperature=temperature, min_tokens=5)
+    sampler = TokenSampler(params, end_tokens={end}, grammar=grammar)
+    tokens = [sampler.sample(torch.zeros(len(byte_tokenizer))) for _ in range(3)]
+    assert byte_tokenizer.decode(tokens[:2]) == "11" and tokens[2] == end
