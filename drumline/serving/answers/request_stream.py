@@ -107,7 +107,8 @@ class Choice(Generation):
         if self.new_tokens:  # of which the first may have ended the sequence
             self._echo()
         try:
-            self._add(self._detokenizer.flush() if self._max_tokens else "", reason)
+            text = self._detokenizer.flush()
+            self._add(text, "stop" if self._detokenizer.is_stopped else reason)
         except Exception as error:  # of the parser: it ends this request, and no other of the step
             self._stream.post(error)
 
@@ -190,16 +191,14 @@ class RequestStream:
 
     def usage(self) -> dict[str, Any]:
         """The number of tokens so far, as OpenAI's API reports it."""
-        first = {id(item.prompt): item for item in reversed(self.generations)}  # choices share it
-        num_prompt = sum(len(item.prompt) for item in first.values())
+        first = {id(item.prompt): item for item in reversed(self.generations)}.values()
+        num_prompt = sum(len(item.prompt) for item in first)  # choices share it
         num_new = sum(choice.num_new for choice in self.generations)
         num_reasoning = sum(choice.num_reasoning for choice in self.generations)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new,
             "total_tokens": num_prompt + num_new,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(item.num_cached for item in first.values())
-            },
+            "prompt_tokens_details": {"cached_tokens": sum(item.num_cached for item in first)},
             "completion_tokens_details": {"reasoning_tokens": num_reasoning},
         }

@@ -164,6 +164,28 @@ def test_what_would_change_the_answer_is_refused_by_name(fields, field):
     assert refusal.value.status == 400 and refusal.value.body["error"]["param"] == field
 
 
+def test_a_stop_string_of_the_last_token_is_the_reason_of_the_end():
+    """It was the length where the token ends within a character, which is decoded at the end."""
+
+    class WholeTokens:
+        def decode(self, tokens, **_):
+            return "".join("a\ufffd" if token else " " for token in tokens)
+
+    async def read():
+        stream = request_stream.RequestStream(WholeTokens())
+        body = protocol.CompletionRequest(model="m", prompt=[0], stop="a")
+        params = SamplingParams(max_tokens=1, stop=("a",))
+        stream.add(body, [0], params, set(), None, message_parser.PlainText())
+        stream.generations[0].append(1)
+        request = SimpleNamespace(is_disconnected=stays)
+        return [(p.delta, p.finish_reason) async for p in stream.pieces(request)]
+
+    async def stays():
+        return False
+
+    assert asyncio.run(read()) == [({}, "stop")]
+
+
 def test_a_parser_that_fails_at_the_end_ends_its_own_request_alone(byte_tokenizer):
     """The error went into the step, which ended all sequences of the batch."""
 
