@@ -38,7 +38,7 @@ class LogprobFormatter:
         return {self._text(token): logprob for token, logprob in reversed(pairs)}
 
     def _chat_token(self, item: TokenLogprob) -> dict[str, Any]:
-        top = [self._pair(token, logprob) for token, logprob in item.top]
+        top = [self._pair(*pair) for pair in item.top]
         return {**self._pair(item.token, item.logprob), "top_logprobs": top}
 
     def _pair(self, token: int, logprob: float | None) -> dict[str, Any]:

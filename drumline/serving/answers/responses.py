@@ -24,7 +24,7 @@ TEXTS = {"content": "output_text", "reasoning_content": REASONING}
 def parse_as_chat(body: bytes | bytearray) -> dict[str, Any]:
     """The fields of the chat that a request is. Raises ApiError for what chats do not have."""
     fields = {name: value for name, value in protocol.parse(body).items() if value is not None}
-    for name in {"messages", "n"} & fields.keys():
+    for name in filter(fields.get, ("messages", "n", "logprobs", "top_logprobs")):
         raise _unsupported(name, name)
     items, instructions = fields.pop("input", None), fields.pop("instructions", None)
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items
@@ -205,8 +205,7 @@ class ItemBuilder(ResponseBuilder):
             events = self._open("function_call", **fields)
         if arguments := function.get("arguments"):
             self._item["arguments"] += arguments
-            kind = "function_call_arguments.delta"
-            events.append(self._item_event(kind, delta=arguments))
+            events.append(self._item_event("function_call_arguments.delta", delta=arguments))
         return events
 
     def _open(self, kind: str, **fields: Any) -> list[str]:
