@@ -29,6 +29,7 @@ from drumline.planner.cost_model import (
     LinkSpeed,
     equalize_similar_devices,
 )
+from launcher import free_memory_by_limit
 
 WEIGHTS = 128 << 20
 """Bytes of the matrix that is read, little beside a model: of 32 MiB, a processor's cache of as
@@ -142,9 +143,9 @@ def measure_place(device: str, main: str, dtype: torch.dtype) -> DeviceSpeed:
     if device == "disk":
         return DeviceSpeed(measure_device(main, dtype).flops, DISK_BYTES_A_SECOND)
     if device == "cpu" and main != "cpu":
-        weights = torch.ones(WEIGHTS, dtype=torch.uint8)
+        weights = torch.ones(_room(), dtype=torch.uint8)
         copying_s = min(_rounds(lambda: weights.to(main), main, timings.TIMINGS.round_s))
-        return DeviceSpeed(measure_device(main, dtype).flops, WEIGHTS / copying_s)
+        return DeviceSpeed(measure_device(main, dtype).flops, weights.nbytes / copying_s)
     return measure_device(device, dtype)
 
 
@@ -162,7 +163,8 @@ def measure_device(
     """
     round_s = num_windows * WINDOW_S or timings.TIMINGS.round_s
     calls = _calls_a_second(of_rounds, round_s) if device == "cpu" else math.inf
-    rows = WEIGHTS // (1024 * dtype.itemsize)
+    room = _room() if device == "cpu" else WEIGHTS
+    rows = max(1024, room // (1024 * dtype.itemsize))
     weights = torch.ones(rows, 1024, dtype=dtype, device=device)
     tokens = torch.ones(TOKENS, 1024, dtype=dtype, device=device)
     reading_s = of_rounds(_rounds(lambda: linear(tokens[:1], weights), device, round_s))
@@ -170,6 +172,11 @@ def measure_device(
     multiplying_s = of_rounds(_rounds(lambda: linear(tokens, square), device, round_s))
     flops = 2.0 * square.numel() * TOKENS / multiplying_s
     return DeviceSpeed(flops, weights.nbytes / reading_s, calls=calls)
+
+
+def _room() -> int:
+    """Bytes of a matrix on the CPU: on a host with little memory the kernel would kill the rank."""
+    return min(WEIGHTS, min(free_memory_by_limit().values()) // 2)
 
 
 def _calls_a_second(of_rounds: OfRounds, round_s: float) -> float:

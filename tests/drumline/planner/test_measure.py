@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 
 import drumline
 from coordinator import Coordinator, peers
+from drumline.core.meta_pass import LiveMemory
 from drumline.planner import measure
 from drumline.planner.cost_model import DeviceSpeed, GroupSpeed, LinkSpeed
 from drumline.planner.measure import (
@@ -41,6 +42,14 @@ def test_all_ranks_have_the_same_speeds_of_every_place_and_link(ranks):
     assert found[0].links.keys() == {0, 1, 2}
     numbers = [*found[0].places.values(), *found[0].links.values()]
     assert all(value > 0 for number in numbers for value in vars(number).values())
+
+
+def test_no_more_memory_is_taken_than_is_left(monkeypatch):
+    """A host of 410 MB, of which a rank with torch left 124, was killed while it was measured."""
+    monkeypatch.setattr(measure, "free_memory_by_limit", lambda: {"machine": 16 << 20})
+    with LiveMemory() as live:
+        speed = measure_device("cpu", torch.float32)
+    assert live.peak_nbytes < 12 << 20 and min(vars(speed).values()) > 0
 
 
 def test_tp_groups_are_measured_by_every_size_that_divides_a_node(ranks):
