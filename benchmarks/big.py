@@ -62,10 +62,10 @@ NOTE = (
     "delay: from host to host. right: the tokens of transformers; or why nothing was measured. "
     "commands: to type, one a host; llama.cpp's file was written before. of which the link needs: "
     "for the bytes that the first host sent meanwhile. very first token: after loading. of the "
-    "plan: `drumline plan`, for the rate of the links and for measured memory, processor and "
-    "delay. bytes a token: that all hosts sent, from the second token on. peaks: of memory on each "
-    "host, pages of files included, each below its limit. ratio: tokens/s over "
-    "those of llama.cpp RPC, or of transformers where that is not given."
+    "plan: `drumline plan`, for the rate of the links and for memory, processor and delay, "
+    "measured before and after. bytes a token: that all hosts sent, from the second token on. "
+    "peaks: of memory on each host, pages of files included, each below its limit. ratio: tokens/s "
+    "over those of llama.cpp RPC, or of transformers where that is not given."
 )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ def be_rank(folder: str, options: Namespace) -> dict[str, Any]:
     """Load as a rank; the first one measures."""
     with Coordinator(timeout_s=300) as coor:
         places = [(rank, "cpu") for rank in range(coor.world_size)]
-        speeds = drumline.measure_speeds(coor, places, options.dtype)
+        speeds = [drumline.measure_speeds(coor, places, options.dtype)]
         pids = coor.allgather_object(os.getpid())
         memory = [options.limit] * coor.world_size
         sent = sent_nbytes(pids[:1])
@@ -34,15 +36,18 @@ def be_rank(folder: str, options: Namespace) -> dict[str, Any]:
         try:
             model = drumline.load(folder, "balanced", coor, max_memory=memory)
         except drumline.WorkerExit:
-            return {}
+            model = contextlib.nullcontext()
+        row: dict[str, Any] = {}
         with model:
-            sent = sent_nbytes(pids[:1]) - sent
-            row = measured(model, options, begun, pids)
-    row["sent_s"] = sent / options.rate
-    row["bandwidth"] = [speeds.places[place].nbytes for place in places]
-    row["flops"] = max(speeds.places[place].flops for place in places)
-    row["calls"] = max(speeds.places[place].calls for place in places)
-    row["hop_s"] = max(link.latency_s for link in speeds.links.values())
+            if coor.is_master():
+                sent = sent_nbytes(pids[:1]) - sent
+                row = {**measured(model, options, begun, pids), "sent_s": sent / options.rate}
+        speeds += [drumline.measure_speeds(coor, places, options.dtype)]
+    by_place = [[each.places[place] for each in speeds] for place in places]
+    row["bandwidth"] = [mean(speed.nbytes for speed in of_place) for of_place in by_place]
+    row["flops"] = max(mean(speed.flops for speed in of_place) for of_place in by_place)
+    row["calls"] = max(mean(speed.calls for speed in of_place) for of_place in by_place)
+    row["hop_s"] = mean(max(link.latency_s for link in each.links.values()) for each in speeds)
     return row
 
 
