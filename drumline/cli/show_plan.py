@@ -37,7 +37,7 @@ from drumline.strategies.plan_inputs import sized_model
 DEFAULT_BANDWIDTH, DEFAULT_FLOPS, DEFAULT_CALLS = "20GB", 2e11, 1.2e5
 """Of the memory and the processor of an ordinary computer; the last of torch, by Python."""
 
-ORDERING = 3.5
+ORDERING = 3.2
 """Times as long as reading weights takes a CPU to bring them into order for several tokens."""
 
 
