@@ -64,8 +64,9 @@ NOTE = (
     "for the bytes that the first host sent meanwhile. very first token: after loading. of the "
     "plan: `drumline plan`, for the rate of the links and for memory, processor and delay, "
     "measured before and after. bytes a token: that all hosts sent, from the second token on. "
-    "peaks: of memory on each host, pages of files included, each below its limit. ratio: tokens/s "
-    "over those of llama.cpp RPC, or of transformers where that is not given."
+    "peaks: of memory on each host, pages of files included, and of drumline 128 MiB to measure "
+    "with, each below its limit. ratio: tokens/s over those of llama.cpp RPC, or of transformers "
+    "where that is not given."
 )
 
 

@@ -35,10 +35,11 @@ from drumline.strategies.opening import describe_checkpoint
 from drumline.strategies.plan_inputs import sized_model
 
 DEFAULT_BANDWIDTH, DEFAULT_FLOPS, DEFAULT_CALLS = "20GB", 2e11, 1.2e5
-"""Of the memory and the processor of an ordinary computer; the last of torch, by Python."""
+"""Of the memory and the processor of an ordinary computer; calls are of torch, by Python."""
 
 ORDERING = 3.2
-"""Times as long as reading weights takes a CPU to bring them into order for several tokens."""
+"""Times as long as reading weights takes a CPU to bring them into order for several tokens; fitted
+to the first tokens of `python -m benchmarks big`."""
 
 
 def _speeds(
@@ -73,9 +74,9 @@ def _time_of_a_prompt(
     speeds: DeviceSpeeds,
     shape: PassShape,
     length: int,
-    size: int,
+    chunks: int,
 ) -> str:
-    expected = estimate_prompt(weights, planned, speeds, shape, length, -(-length // size))
+    expected = estimate_prompt(weights, planned, speeds, shape, length, chunks)
     speed, *_ = speeds.places.values()
     return (
         f"the first token of {length} takes {_time(expected.pass_s)} at least, of which hops "
@@ -144,8 +145,8 @@ def show_plan(
     if length and kind.can_generate():
         size = tokens_of_chunk(length, len(planned.ranks)) or length
         of_chunk = token_memory(kind, config, torch_dtype, weights, batch, size)
-        called = with_calls(weights, of_chunk.prompt_calls)
-        text += f"\n{_time_of_a_prompt(called, planned, speeds, shape, length, size)}"
+        called, chunks = with_calls(weights, of_chunk.prompt_calls), -(-length // size)
+        text += f"\n{_time_of_a_prompt(called, planned, speeds, shape, length, chunks)}"
     if for_tokens.error:
         text += f"\n{for_tokens.warning(kind)}"
     print(text)

@@ -71,7 +71,7 @@ def equalize_similar_devices(
         columns = zip(*map(astuple, similar), strict=True)
         equal = [[n for n in column if n > (1 - noise) * max(column)] for column in columns]
         pairs = zip(astuple(speed), equal, strict=True)
-        equalized[place] = DeviceSpeed(*(median(best) if n in best else n for n, best in pairs))
+        equalized[place] = DeviceSpeed(*(median(row) if n in row else n for n, row in pairs))
     return equalized
 
 

@@ -135,7 +135,7 @@ class TokenSampler:
         logits = self._penalized(self._without_repetition(logits))
         bias = dict(self.params.logit_bias)
         if self.counts.total() < self.params.min_tokens:
-            bias |= dict.fromkeys(self._end_tokens, -1e30)  # -inf were no token behind whole JSON
+            bias |= dict.fromkeys(self._end_tokens, -1e30)  # by -inf, nothing could end whole JSON
         if bias:
             logits = logits.index_add(0, *_on(logits.device, bias.keys(), bias.values()))
         return logits if self.grammar is None else self.grammar.mask(logits)

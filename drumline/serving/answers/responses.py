@@ -24,7 +24,8 @@ TEXTS = {"content": "output_text", "reasoning_content": REASONING}
 def parse_as_chat(body: bytes | bytearray) -> dict[str, Any]:
     """The fields of the chat that a request is. Raises ApiError for what chats do not have."""
     fields = {name: value for name, value in protocol.parse(body).items() if value is not None}
-    for name in filter(fields.get, ("messages", "n", "logprobs", "top_logprobs")):
+    scores = filter(fields.get, ("logprobs", "top_logprobs"))
+    for name in {"messages", "n", *scores} & fields.keys():
         raise _unsupported(name, name)
     items, instructions = fields.pop("input", None), fields.pop("instructions", None)
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items

@@ -168,11 +168,8 @@ def test_calls_are_those_of_a_token_that_follows_a_prompt(family):
     ids = torch.arange(3, 3 + LENGTH)[None]
     plain.generate(ids, max_new_tokens=2, min_new_tokens=2, do_sample=False)
     assert 0.8 * seen[-1] <= planned <= 1.25 * seen[-1]
-    assert (
-        0.8 * seen[0]
-        <= sum(memory.prompt_calls.values())
-        <= (2 if family == "bart" else 1.25) * seen[0]
-    )
+    most = 2 if family == "bart" else 1.25  # generate() calls its encoder by itself, unseen here
+    assert 0.8 * seen[0] <= sum(memory.prompt_calls.values()) <= most * seen[0]
 
 
 def test_each_layer_is_charged_for_what_it_keeps_itself():

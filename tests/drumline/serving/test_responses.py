@@ -149,6 +149,7 @@ def test_items_of_an_answer_sent_back_are_the_messages_of_a_chat():
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"n": 2}, "n"),
+        ({"messages": []}, "messages"),
         ({"logprobs": True}, "logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
