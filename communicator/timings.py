@@ -27,6 +27,8 @@ class CommunicatorTimings(ScalableTimings):
     graph_end_s: float = 1.0
     # Longer than a CUDA event query or MPI_Test takes; the longest pause between two of them.
     stream_poll_s: float = 0.0005
+    # Longer than NCCL's RAS waits for its threads in other processes (5 s).
+    ras_s: float = 10.0
     # Longer than rank 0 takes to answer while it is busy.
     exit_notice_s: float = 5.0
     # Conformance: longer than a barrier takes, so that an early exit from it shows.

@@ -109,12 +109,17 @@ void NcclCommunicator::finalize() {
 }
 
 // From any thread. Calls that wait return at once; one that NCCL keeps inside is ended by the
-// abort.
+// abort. The second time ends what the first has only revoked.
 void NcclCommunicator::abort() {
-    if (aborting.exchange(true, std::memory_order_acq_rel)) return;
+    bool is_first = !aborting.exchange(true, std::memory_order_acq_rel);
+    if (!is_first && !revoked.exchange(false, std::memory_order_acq_rel)) return;
     std::unique_lock<std::timed_mutex> lock(mutex, std::defer_lock);
     lock.try_lock_for(CALL_EXIT_WAIT);
-    if (!finalized) abort_in_background();
+    if (finalized) return;
+    if (is_first && revokes)
+        revoke_in_background();
+    else
+        abort_in_background();
 }
 
 }  // namespace nccl

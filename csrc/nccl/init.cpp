@@ -4,12 +4,22 @@
 #include <optional>
 
 #include "nccl/nccl_communicator.h"
+#include "plugin/make_plugin.h"
 
 namespace nccl {
 
 namespace {
 
 constexpr int CAPABILITY_MAJOR = 75;  // cudaDevAttrComputeCapabilityMajor
+constexpr int FIRST_REVOKE = 22807, FIRST_SHRINK = 22703;
+
+// The ranks of "1:4:6".
+std::vector<int> read_ranks(const char* text) {
+    std::vector<int> ranks;
+    for (char* end; *text != '\0'; text = *end == ':' ? end + 1 : end)
+        ranks.push_back(static_cast<int>(std::strtol(text, &end, 10)));
+    return ranks;
+}
 
 // Applies "key=value"; false if there is no such key.
 bool apply_option(NcclCommunicator& communicator, const std::string& key, const char* value,
@@ -22,6 +32,13 @@ bool apply_option(NcclCommunicator& communicator, const std::string& key, const 
         communicator.fixed_stream = reinterpret_cast<NcclStream>(std::strtoull(value, nullptr, 0));
     else if (key == "max_ctas")
         communicator.max_ctas = std::atoi(value);
+    else if (key == "revoke")
+        communicator.revokes = std::strcmp(value, "1") == 0;
+    else if (key == "parent")
+        communicator.parent = *plugin::from_handle<NcclCommunicator>(
+            reinterpret_cast<comm_t>(std::strtoull(value, nullptr, 0)));
+    else if (key == "excluded")
+        communicator.excluded = read_ranks(value);
     else
         return false;
     return true;
@@ -65,7 +82,7 @@ void NcclCommunicator::apply_options(const comm_init_args& args, std::string* pa
             throw failure(COMM_INVALID_ARGUMENT,
                           std::string(*option) +
                               " is not an option of nccl. The options are library, blocking, "
-                              "stream and max_ctas");
+                              "stream, max_ctas, revoke, parent and excluded");
     }
 }
 
@@ -78,6 +95,14 @@ void NcclCommunicator::open_library(const comm_init_args& args) {
     if (!open_nccl(path.empty() ? nullptr : path.c_str(), &nccl, &problem))
         throw failure(COMM_UNSUPPORTED, "NCCL cannot be used" +
                                             (path.empty() ? "" : " from " + path) + ": " + problem);
+    if (revokes && nccl.CommRevoke == nullptr)
+        throw failure(COMM_UNSUPPORTED, nccl_not_supported(nccl, "revoke", FIRST_REVOKE));
+    if (parent != nullptr && nccl.CommShrink == nullptr)
+        throw failure(COMM_UNSUPPORTED, nccl_not_supported(nccl, "shrink_of", FIRST_SHRINK));
+    if (parent != nullptr && !parent->revoked.load(std::memory_order_acquire))
+        throw failure(COMM_INVALID_USAGE,
+                      "shrink_of= takes a communicator that was made with revoke=True and has lost "
+                      "a peer. This one could not be revoked, or is closed. Leave shrink_of= out");
 }
 
 void NcclCommunicator::find_device(const comm_init_args& args) {
@@ -87,6 +112,22 @@ void NcclCommunicator::find_device(const comm_init_args& args) {
         sm_major = 0;
 }
 
+void NcclCommunicator::shrink_parent(NcclConfig* config) {
+    auto shrunk = std::make_unique<NcclComm>(nullptr);  // NCCL fills it in later
+    std::lock_guard<std::timed_mutex> lock(parent->mutex);
+    NcclResult code =
+        nccl.CommShrink(parent->comm, excluded.data(), static_cast<int>(excluded.size()),
+                        shrunk.get(), config, NCCL_SHRINK_DEFAULT);
+    try {
+        wait_for_nccl("ncclCommShrink", code, parent->comm);
+    } catch (const PluginError&) {
+        shrunk.release();  // leaked: NCCL may still write to it
+        throw;
+    }
+    comm = *shrunk;
+    parent.reset();
+}
+
 void NcclCommunicator::connect(const comm_init_args& args) {
     NcclId id;
     std::memcpy(&id, args.unique_id, sizeof id);
@@ -94,8 +135,11 @@ void NcclCommunicator::connect(const comm_init_args& args) {
     CurrentDevice current(device, ordinal);
     try {
         check_device("cudaSetDevice", current.code());
-        wait_for_nccl("ncclCommInitRankConfig",
-                      nccl.CommInitRankConfig(&comm, nranks, id, rank, &init_config));
+        if (parent != nullptr)
+            shrink_parent(&init_config);
+        else
+            wait_for_nccl("ncclCommInitRankConfig",
+                          nccl.CommInitRankConfig(&comm, nranks, id, rank, &init_config));
         if (device.allocate != nullptr)
             check_device("cudaMalloc of 4 bytes for the barrier",
                          device.allocate(&barrier_word, sizeof(int32_t)));

@@ -75,6 +75,8 @@ constexpr int NCCL_OLDEST = 21800;  // first with everything that is marked with
     X(CommDeregister, 21901, NcclResult, (NcclComm, void*))                                        \
     X(CommWindowRegister, 22703, NcclResult, (NcclComm, void*, size_t, NcclWindow*, int))          \
     X(CommWindowDeregister, 22703, NcclResult, (NcclComm, NcclWindow))                             \
+    X(CommShrink, 22703, NcclResult, (NcclComm, int*, int, NcclComm*, NcclConfig*, int))           \
+    X(CommRevoke, 22807, NcclResult, (NcclComm, int))                                              \
     X(AlltoAll, 22803, NcclResult, (const void*, void*, size_t, NcclDtype, NcclComm, NcclStream))
 
 struct NcclLibrary {
@@ -88,6 +90,8 @@ struct NcclLibrary {
 constexpr int NCCL_WINDOW_SYMMETRIC = 1;
 constexpr int NCCL_SCALAR_ON_HOST = 1;  // ncclScalarHostImmediate
 constexpr int NCCL_FIRST_FLOAT8 = 22403;
+constexpr int NCCL_SHRINK_DEFAULT = 0;
+constexpr int NCCL_REVOKE_DEFAULT = 0;
 
 // "2.28.9" of 22809.
 std::string nccl_version_text(int version);

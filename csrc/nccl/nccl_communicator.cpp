@@ -57,6 +57,10 @@ void NcclCommunicator::check_device(const char* call, int code) const {
 
 // The state is asked for even after a success: registration answers so before it is done.
 void NcclCommunicator::wait_for_nccl(const char* call, NcclResult code) {
+    wait_for_nccl(call, code, comm);
+}
+
+void NcclCommunicator::wait_for_nccl(const char* call, NcclResult code, NcclComm asked) {
     if (blocking) {
         if (code != COMM_OK) throw nccl_failure(call, code);
         return;
@@ -64,7 +68,7 @@ void NcclCommunicator::wait_for_nccl(const char* call, NcclResult code) {
     auto deadline = Clock::now() + timeout;
     for (int attempt = 0; code == COMM_OK || code == COMM_IN_PROGRESS; ++attempt) {
         NcclResult state = COMM_OK;
-        code = nccl.CommGetAsyncError(comm, &state);
+        code = nccl.CommGetAsyncError(asked, &state);
         if (code == COMM_OK && state == COMM_OK) return;
         if (code == COMM_OK) code = state;
         if (code != COMM_IN_PROGRESS) break;
@@ -79,6 +83,22 @@ void NcclCommunicator::wait_for_nccl(const char* call, NcclResult code) {
         back_off(attempt);
     }
     throw nccl_failure(call, code);
+}
+
+void NcclCommunicator::revoke_in_background() {
+    auto self = shared_from_this();
+    auto deadline = Clock::now() + ABORT_WAIT;
+    run_bounded(deadline, [self, deadline] {
+        NcclResult code = self->nccl.CommRevoke(self->comm, NCCL_REVOKE_DEFAULT);
+        for (int attempt = 0; code == COMM_IN_PROGRESS && Clock::now() < deadline; ++attempt) {
+            back_off(attempt);
+            NcclResult state = COMM_OK;
+            code = self->nccl.CommGetAsyncError(self->comm, &state);
+            if (code == COMM_OK) code = state;
+        }
+        self->revoked.store(code == COMM_OK, std::memory_order_release);
+        if (code != COMM_OK) self->abort_in_background();
+    });
 }
 
 void NcclCommunicator::abort_in_background() {

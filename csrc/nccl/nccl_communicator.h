@@ -102,6 +102,10 @@ struct NcclCommunicator : std::enable_shared_from_this<NcclCommunicator> {
     void check_device(const char* call, int code) const;
     // Waits until NCCL has done what `code` is the answer to: at once, unless it was put off.
     void wait_for_nccl(const char* call, NcclResult code);
+    // The same for a call whose progress NCCL reports with `asked`.
+    void wait_for_nccl(const char* call, NcclResult code, NcclComm asked);
+    // Ends what runs, in the background if that takes long; the communicator can then be shrunk.
+    void revoke_in_background();
     // Ends the communicator by force, in the background if that takes long.
     void abort_in_background();
 
@@ -127,7 +131,11 @@ struct NcclCommunicator : std::enable_shared_from_this<NcclCommunicator> {
     bool blocking = false;
     NcclStream fixed_stream = nullptr;  // NULL: the caller's
     int max_ctas = INT_MIN;
-    std::timed_mutex mutex;  // held while NCCL works for this communicator
+    bool revokes = false;  // when it ends before its time, so that it can be shrunk
+    std::atomic<bool> revoked{false};
+    std::shared_ptr<NcclCommunicator> parent;  // a revoked one, of which this is what is left
+    std::vector<int> excluded;                 // its ranks that are not in this one
+    std::timed_mutex mutex;                    // held while NCCL works for this communicator
     std::atomic<bool> aborting{false};
     std::atomic<bool> finalized{false};
     GraphCount graphs;
@@ -142,6 +150,7 @@ struct NcclCommunicator : std::enable_shared_from_this<NcclCommunicator> {
     void open_library(const comm_init_args& args);
     void find_device(const comm_init_args& args);
     void connect(const comm_init_args& args);
+    void shrink_parent(NcclConfig* config);
     void check_capture(Operation operation, int variant, const Payload& payload, NcclStream stream);
     NcclResult register_memory(RegisteredMemory* memory, size_t nbytes);
     std::shared_ptr<NcclCommunicator> make_child(NcclComm child);

@@ -1,6 +1,8 @@
 // NCCL (or RCCL) behind communicator.h, opened at run time and never linked.
 //
-// Options: library=PATH, blocking=0|1 (0), stream=ADDRESS (the caller's), max_ctas=N.
+// Options: library=PATH, blocking=0|1 (0), stream=ADDRESS (the caller's), max_ctas=N, revoke=0|1
+// (0: abort), and parent=ADDRESS of a handle that was revoked, with excluded=RANK:RANK:... of those
+// of its ranks that are gone.
 //
 // A communicator is non-blocking unless blocking=1: a call that NCCL puts off is waited for here,
 // until the deadline or abort(). NCCL's own finalize spins forever while a CUDA graph that captured

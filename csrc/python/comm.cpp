@@ -231,6 +231,10 @@ PyObject* comm_raise_result(PyObject* object, PyObject* args) {
     return raise_result(comm_of(object)->table, static_cast<comm_result>(code), text);
 }
 
+PyObject* comm_handle(PyObject* object, PyObject*) {
+    return PyLong_FromVoidPtr(comm_of(object)->handle);
+}
+
 PyObject* comm_split(PyObject* object, PyObject* args) {
     Comm* self = comm_of(object);
     CallSite site = site_of(self, "split");
@@ -303,6 +307,8 @@ PyMethodDef comm_methods[] = {
     {"mem_free", comm_mem_free, METH_O, "mem_free(address)"},
     {"scaled_sum", comm_scaled_sum, METH_O, "scaled_sum(tensor of one number) -> op"},
     {"free_op", comm_free_op, METH_O, "free_op(op)"},
+    {"handle", comm_handle, METH_NOARGS,
+     "handle() -> the address that the library gave, 0 once closed, for an option of the library"},
     {"split", comm_split, METH_VARARGS, "split(color, key, rank, nranks) -> Comm or None"},
     {"finalize", comm_finalize, METH_NOARGS,
      "Wait for enqueued work and end in order; close() comes after."},

@@ -21,11 +21,12 @@ import torch
 import communicator._native as _native
 from communicator import timings
 from communicator.backend import Backend
-from communicator.backends.nccl import nccl_library
+from communicator.backends.nccl import nccl_library, shrink
 from communicator.backends.nccl.exit_notice import ExitNotice
 from communicator.backends.nccl.given_stream import GivenStream
 from communicator.backends.nccl.nccl_library import NcclLibrary
 from communicator.backends.nccl.oneshot import Algorithm, Oneshot, is_aligned, select_algorithm
+from communicator.backends.nccl.ras import ras_status
 from communicator.backends.nccl.registered_memory import RegisteredMemory
 from communicator.backends.nccl.watchdog import Watchdog
 from communicator.backends.plugin import LibraryCalls, PluginBackend
@@ -121,6 +122,12 @@ class Nccl(PluginBackend):
     max_ctas: how many thread blocks a call may use at most.
     oneshot: sum small tensors by a kernel of our own (oneshot.py). Unsupported on every rank if
         one of them cannot.
+    revoke: once a peer is lost, revoke NCCL's communicator instead of aborting it, so that the
+        ranks that are left can make theirs with shrink_of=. Never run on a GPU.
+    shrink_of: a Communicator with revoke=True that has lost peers, in place of a new rendezvous of
+        NCCL's. The ranks are those of it that are left, in its order.
+    ras: where NCCL's RAS listens, as in NCCL_RAS_ADDR ("localhost:28028"): what it answers is added
+        to the error of a hang. Never run on a GPU.
     checked_calls: how many of the first collectives are compared over the Coordinator before they
         are enqueued (32; 0 for none): each waits for the slowest rank. None while captured.
 
@@ -161,10 +168,13 @@ class Nccl(PluginBackend):
         blocking: bool = False,
         max_ctas: int | None = None,
         oneshot: bool = False,
+        revoke: bool = False,
+        shrink_of: Any = None,
+        ras: str | None = None,
         existing: _native.Comm | None = None,
     ) -> None:
         """existing: a communicator of NCCL's to use, instead of opening one."""
-        self._stream = stream
+        self._stream, self._ras_address = stream, ras
         if stream is not None:
             self.given_stream = GivenStream(stream, self._me)
         self._library, self._library_problem = nccl_library.find_or_problem(library)
@@ -175,6 +185,10 @@ class Nccl(PluginBackend):
                 options["stream"] = stream.cuda_stream
             if max_ctas is not None:
                 options["max_ctas"] = max_ctas
+            if revoke:
+                options["revoke"] = 1
+            if shrink_of is not None:
+                options |= shrink.options(self, shrink_of)
             super().open(**options)
         else:
             self._load_plugin()
@@ -249,7 +263,10 @@ class Nccl(PluginBackend):
         CommunicatorTimeout if the stream is not done in time.
         """
         self.check_outside_capture("synchronize")
-        self._await_stream(self._stream, timeout_s)
+        try:
+            self._await_stream(self._stream, timeout_s)
+        except CommunicatorTimeout as error:
+            raise self.with_dead_peers(error) from error
         self.check()
 
     def check(self) -> None:
@@ -281,6 +298,8 @@ class Nccl(PluginBackend):
             return self._end_error()
         lost = self._await_lost_peers()
         text = f"{error}{describe_lost(lost)}"
+        if self._ras_address and isinstance(error, CommunicatorTimeout):
+            text += f"\n{ras_status(self._ras_address)}"
         return PeerLost(text, lost) if isinstance(error, PeerLost) else with_text(error, text)
 
     def _end_error(self) -> PeerLost:

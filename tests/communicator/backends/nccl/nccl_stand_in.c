@@ -2,8 +2,8 @@
  * used beside it). It moves nothing: it writes down what it is asked and answers as -D says, so
  * that tests see the calls and their order without a GPU. Of NCCL's behaviour it models that a
  * communicator ends once, is asked for nothing while a call is in progress, loses peers of its own,
- * and outlives the graphs that hold its calls unless it was aborted; of CUDA's, that each stream has
- * calls and captures of its own. */
+ * and outlives the graphs that hold its calls unless it was aborted; of CUDA's, that each stream
+ * has calls and captures of its own. */
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
@@ -13,6 +13,9 @@
 
 #ifndef VERSION
 #define VERSION 22809
+#endif
+#ifndef REVOKE_ANSWERS
+#define REVOKE_ANSWERS 7
 #endif
 #ifndef POLLS /* how often the state is "in progress" after a call that is put off */
 #define POLLS 3
@@ -24,6 +27,7 @@ typedef struct {
 typedef struct Comm {
     int rank, nranks, polls;
     int state; /* what polling ends with, if its own peers are dead */
+    int is_revoked;
     int spins; /* a kernel of a replay that waits for a dead peer */
     const char* ended_by;
 } Comm;
@@ -165,6 +169,24 @@ int ncclCommSplit(Comm* comm, int color, int key, Comm** child, void* config) {
     if (color >= 0) *child = make_comm(key, 1);
     return put_off(comm);
 }
+#ifndef NO_REVOKE
+int ncclCommRevoke(Comm* comm, int flags) {
+    ask(comm, __func__);
+    note("CommRevoke flags=%d", flags);
+    comm->polls = num_polls;
+    comm->state = comm->spins = 0;
+    comm->is_revoked = 1;
+    return REVOKE_ANSWERS;
+}
+int ncclCommShrink(Comm* comm, int* excluded, int count, Comm** child, void* config, int flags) {
+    (void)config;
+    if (!comm->is_revoked) misuse = "ncclCommShrink of what was not revoked";
+    note("CommShrink excluded=%d,%d count=%d flags=%d", excluded[0], excluded[count - 1], count,
+         flags);
+    *child = make_comm(comm->rank, comm->nranks - count);
+    return put_off(comm);
+}
+#endif
 int ncclCommCount(Comm* comm, int* count) {
     *count = comm->nranks;
     return 0;

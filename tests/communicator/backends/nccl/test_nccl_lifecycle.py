@@ -7,6 +7,7 @@ import json
 import threading
 import time
 import types
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -129,11 +130,80 @@ def lost_peers_of(comm, rank):
 
 
 def lose_the_other(comm):
-    """Let the watch see the other rank dead, and wait until it has ended the communicator."""
-    comm._backend._lost_peers = lambda: lost_peers_of(comm, 1 - comm.rank)
+    lose(comm, 1 - comm.rank)
+
+
+def lose(comm, rank):
+    """Let the watch see a rank dead, and wait until it has ended the communicator."""
+    comm._backend._lost_peers = lambda: lost_peers_of(comm, rank)
     deadline = time.monotonic() + SOON_S
     while not comm._backend._end_reason and time.monotonic() < deadline:
         time.sleep(0.02)
+
+
+def test_a_revoked_communicator_is_shrunk_to_the_ranks_that_are_left(path, ranks):
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, contextlib.ExitStack() as stack:
+            options = {"library": path, "revoke": True}
+            old = stack.enter_context(Communicator._of(Nccl, coor, **options))
+            part = coor.split([0, 2])
+            if part is None:
+                return old.abort()
+            stack.enter_context(part)
+            lose(old, 1)
+            with pytest.raises(PeerLost, match=r"a peer died\. Lost: rank 1 "):
+                old.allreduce(torch.ones(3))
+            new = stack.enter_context(Communicator._of(Nccl, part, shrink_of=old, **options))
+            new.check()
+            new.close()
+            old.close()
+            return new.rank, new.world_size
+
+    assert ranks(body, 3) == [(0, 2), None, (1, 2)]
+    asked = Counter(line.split()[0] for line in log_of(path))
+    assert asked["CommInitRankConfig"] == asked["CommRevoke"] == asked["CommAbort"] == 3
+    assert asked["CommShrink"] == asked["CommFinalize"] == asked["CommDestroy"] == 2
+
+
+def test_a_library_that_cannot_revoke_is_refused_on_every_rank(tmp_path, ranks):
+    library = str(nccl_host.compile_stand_in(tmp_path, "NO_REVOKE"))
+
+    def body(info):
+        with (
+            Coordinator(info, timeout_s=20) as coor,
+            pytest.raises(Unsupported, match=r"revoke is not supported by NCCL 2\.28\.9"),
+        ):
+            Communicator._of(Nccl, coor, library=library, revoke=True)
+        return True
+
+    assert ranks(body, 2) == [True, True]
+
+
+def test_where_revoking_fails_the_communicator_is_aborted_and_cannot_be_shrunk(tmp_path, ranks):
+    library = str(nccl_host.compile_stand_in(tmp_path, "REVOKE_ANSWERS=3"))
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, coor.split([info.rank]) as alone:
+            old = Communicator._of(Nccl, coor, library=library, revoke=True)
+            lose(old, 1 - info.rank)
+            with pytest.raises(CommunicatorError, match="could not be revoked, or is closed"):
+                Communicator._of(Nccl, alone, library=library, shrink_of=old)
+            with pytest.raises(PeerLost, match="a peer died"):
+                old.close()
+        return True
+
+    assert ranks(body, 2) == [True, True]
+
+
+def test_only_what_has_lost_ranks_is_shrunk(path):
+    with (
+        Coordinator() as coor,
+        Communicator._of(Nccl, coor, library=path, revoke=True) as whole,
+        Communicator(coor, "gloo") as other,
+    ):
+        for old in (whole, other):
+            with pytest.raises(CommunicatorError, match=r"its ranks \[0\] of 1, over (nccl|gloo)"):
+                Communicator._of(Nccl, coor, library=path, shrink_of=old)
 
 
 def test_leaving_after_a_loss_does_not_hide_the_error_that_is_under_way(path):

@@ -331,11 +331,12 @@ def test_start_without_a_gpu_fails_with_nccls_text_and_the_process_goes_on(real)
 
 @needs_wheel
 @without_gpu
-def test_start_without_a_gpu_fails_on_every_rank(real, ranks):
+@pytest.mark.parametrize("options", [{}, {"revoke": True}])
+def test_start_without_a_gpu_fails_on_every_rank(real, ranks, options):
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
             with pytest.raises(CommunicatorError) as caught:
-                Communicator._of(Nccl, coor, library=real)
+                Communicator._of(Nccl, coor, library=real, **options)
             return str(caught.value)
 
     for rank, text in enumerate(ranks(body, 3)):
