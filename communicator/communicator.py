@@ -158,6 +158,7 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
         """A Communicator of some ranks, in this order, made as this one; None on the others.
 
         Collective over those ranks; over NCCL, which is quicker so, over all ranks of this one.
+        Ranks that are in different parts may call at once, each with the ranks of its own.
         """
         self._backend.check_outside_capture("split")
         coor = self.coor.split(ranks)

@@ -484,10 +484,11 @@ class Nccl(PluginBackend):
     def part_options(self, ranks: Sequence[int]) -> dict[str, Any]:
         """Options of a part, which is quicker made than new: NCCL knows the way between its ranks.
 
-        Collective over all ranks of this one, with the same ranks.
+        Collective over all ranks of this one, which may name several parts that share no rank: the
+        least rank of each is its color. With one color all of them were a single communicator.
         """
-        key = list(ranks).index(self.rank) if self.rank in ranks else 0
-        color = 0 if self.rank in ranks else -1
+        key = ranks.index(self.rank) if self.rank in ranks else 0
+        color = min(ranks) if self.rank in ranks else -1
         return {
             "existing": self._comm.split(color, key, key, len(ranks)),
             "timeout_s": self.timeout_s,

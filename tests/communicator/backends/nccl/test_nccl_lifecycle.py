@@ -297,6 +297,26 @@ def test_split_makes_a_child_with_ranks_of_its_own(path):
         assert log_of(path)[1:] == ["CommSplit color=0 key=0", "CommFinalize", "CommDestroy"]
 
 
+def test_ranks_that_split_into_parts_of_their_own_at_once_are_not_one_part(path, ranks):
+    """As tensor groups of an engine: NCCL made one communicator of all ranks with a color."""
+
+    def body(info):
+        with (
+            Coordinator(info, timeout_s=20) as coor,
+            Communicator._of(Nccl, coor, library=path) as comm,
+        ):
+            coor.barrier()
+            if coor.is_master():
+                log_of(path)
+            coor.barrier()
+            comm.split([2, 0] if comm.rank in (0, 2) else [1, 3]).close()
+            coor.barrier()
+            return [line for line in log_of(path) if "Split" in line] if coor.is_master() else None
+
+    lines = [f"CommSplit color={color} key={key}" for color in (0, 1) for key in (0, 1)]
+    assert sorted(ranks(body, 4)[0]) == lines
+
+
 @pytest.mark.parametrize("call", ["empty", "split", "synchronize"])
 def test_what_would_break_a_capture_is_refused_inside_of_one(path, monkeypatch, call):
     with Coordinator() as coor, Communicator._of(Nccl, coor, library=path) as comm:
