@@ -38,13 +38,13 @@ def generate_text(
     seed: of the sampling; greedy if not given. memory: of each rank, as max_memory of
     `drumline.load`, which takes the options.
     """
-    prepared: list[tuple[Any, Any]] = []
+    prepared: list[tuple[TimedStreamer, Any]] = []
 
     def prepare(folder: Path) -> None:
         tokenizer = read_model_tokenizer(folder, **options)
         inputs = _tokenize(tokenizer, prompt)
         read_generator(folder, inputs["input_ids"].shape[1] + max_new_tokens, **options)
-        prepared.append((tokenizer, inputs))
+        prepared.append((TimedStreamer(tokenizer), inputs))
 
     (model, summary), peaks = with_model(
         model_path,
@@ -72,13 +72,13 @@ def _tokenize(tokenizer: Any, prompt: str) -> Any:
     return inputs
 
 
-def _stream(model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, seed: int | None) -> str:
+def _stream(model: Any, streamer: Any, inputs: Any, max_new_tokens: int, seed: int | None) -> Any:
     """Print the text as it is generated; return a summary of its speed."""
-    print(model.device_map, flush=True)
+    print(f"loaded in {time.monotonic() - streamer.start:.2f} s\n{model.device_map}", flush=True)
     inputs = inputs.to(model.device)
     if seed is not None:
         torch.manual_seed(seed)
-    streamer = TimedStreamer(tokenizer)
+    streamer.start = time.monotonic()
     tokens = model.generate(
         **inputs, max_new_tokens=max_new_tokens, do_sample=seed is not None, streamer=streamer
     )
@@ -103,11 +103,9 @@ class TimedStreamer(TextPrinter):
         total_s = time.monotonic() - self.start
         line = f"{num_new} tokens in {total_s:.2f} s, {num_new / total_s:.1f} tokens/s"
         if len(self.times) > 2:
-            first_token_s, decode_s = self.times[1] - self.start, self.times[-1] - self.times[1]
-            line += (
-                f"; prompt of {num_prompt} and first token in {1e3 * first_token_s:.0f} ms, then "
-                f"{(len(self.times) - 2) / decode_s:.1f} tokens/s"
-            )
+            prompt_s = self.times[1] - self.start
+            line += f"; prompt of {num_prompt} and first token in {1e3 * prompt_s:.0f} ms, then "
+            line += f"{(len(self.times) - 2) / (self.times[-1] - self.times[1]):.1f} tokens/s"
         return line + f"; {describe_traffic(traffic)} per hop"
 
 

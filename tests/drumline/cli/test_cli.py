@@ -297,6 +297,7 @@ def test_generate_streams_text_and_ends_with_a_summary(warm, with_tokenizer):
     done = warm.run("-m", "drumline", "generate", *arguments)
     assert done.returncode == 0, done.stderr
     assert "5 6 7" in done.stdout and "tokens/s" in done.stdout and "per hop" in done.stdout
+    assert re.search(r"loaded in [\d.]+ s", done.stdout), done.stdout
     assert re.search(r"rank 1: [\d.]+ KiB of model, [\d.]+ MiB of memory at most", done.stdout)
 
 
