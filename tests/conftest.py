@@ -1,5 +1,6 @@
 """Ranks for tests: threads of this process, each with a LaunchInfo of its own; and two hosts."""
 
+import contextlib
 import functools
 import os
 import re
@@ -204,6 +205,22 @@ def no_memory_left() -> Iterator[None]:
         time.sleep(0.02)
         left &= _segments()
     assert not left
+
+
+@pytest.fixture
+def memory_group() -> Iterator[Path]:
+    """A cgroup with a limit of 256 MiB, where this process may make one."""
+    for root, limit in (("memory", "memory.limit_in_bytes"), ("", "memory.max")):
+        group = Path("/sys/fs/cgroup", root, f"drumline-{os.getpid()}")
+        with contextlib.suppress(OSError):
+            group.mkdir()
+            try:
+                (group / limit).write_text(str(256 << 20))
+                yield group
+                return
+            finally:
+                group.rmdir()
+    pytest.skip("no memory cgroup can be made here, as in most containers: run as root")
 
 
 def _segments() -> set[str]:

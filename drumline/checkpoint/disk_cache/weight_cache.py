@@ -118,8 +118,7 @@ class CachedWeights:
 
     def read(self, key: str, out: memoryview) -> bool:
         """Fill `out` with a block of its size; False if it is absent, or damaged (and deleted)."""
-        digest = bytearray(DIGEST_NBYTES)
-        path = self._folder / key
+        digest, path = bytearray(DIGEST_NBYTES), self._folder / key
         try:
             with path.open("rb") as file:
                 is_whole = os.fstat(file.fileno()).st_size == len(digest) + len(out)
@@ -148,8 +147,9 @@ class CachedWeights:
         handle, name = tempfile.mkstemp(UNFINISHED, dir=self._folder)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(_digest(key, block))
-                file.write(block)
+                file.writelines((_digest(key, block), block))
+                file.flush()  # and to the disk, for unwritten pages are not free for the next start
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             os.replace(name, self._folder / key)
         except BaseException:
             os.unlink(name)

@@ -1,14 +1,11 @@
 """Free memory by the files of control groups."""
 
-import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from launcher.system.free_memory import CGROUPS, free_in_cgroups
+from launcher.system.free_memory import free_in_cgroups
 
 
 def cgroup(folder, **files):
@@ -98,19 +95,3 @@ def test_a_second_start_in_a_cgroup_finds_as_much_memory_as_the_first(tmp_path, 
     found = [int(number) for start in starts for number in start.stdout.split()]
     assert max(found) - min(found) < nbytes // 4
     assert max(found) <= 256 << 20
-
-
-@pytest.fixture
-def memory_group():
-    """A cgroup with a limit of 256 MiB, where this process may make one."""
-    for root, limit in (("memory", "memory.limit_in_bytes"), ("", "memory.max")):
-        group = CGROUPS / root / f"drumline-{os.getpid()}"
-        with contextlib.suppress(OSError):
-            group.mkdir()
-            try:
-                (group / limit).write_text(str(256 << 20))
-                yield group
-                return
-            finally:
-                group.rmdir()
-    pytest.skip("no memory cgroup can be made here, as in most containers: run as root")

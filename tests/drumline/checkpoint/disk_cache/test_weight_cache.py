@@ -5,7 +5,10 @@ import itertools
 import os
 import pwd
 import re
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -370,6 +373,32 @@ def test_the_disk_keeps_as_much_free_as_is_taken(tmp_path, monkeypatch, caplog):
     with cache.open("a", "") as kept:
         kept.write("k", block())
         assert not kept.read("k", memoryview(bytearray(1000))) and "is full" in caplog.text
+
+
+FIRST_START = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+Path(sys.argv[1], "cgroup.procs").write_text("0")
+from drumline.checkpoint.disk_cache.weight_cache import WeightCache
+with WeightCache(sys.argv[2]).open("a", "") as kept:
+    kept.write("k", memoryview(bytes(64 << 20)))
+"""
+
+
+def test_what_is_kept_is_free_memory_for_the_next_start(tmp_path, memory_group):
+    """It was as much less for half a minute, so that the same command was refused the second
+    time: pages that are not written to the disk yet."""
+    root = Path(__file__).parents[4]
+    subprocess.run([sys.executable, "-c", FIRST_START, memory_group, tmp_path, root], check=True)
+    deadline = time.monotonic() + 15
+    while max(map(int, re.findall(r"dirty (\d+)", stat(memory_group)))) > 16 << 20:
+        assert time.monotonic() < deadline, stat(memory_group)
+        time.sleep(0.1)
+
+
+def stat(group):
+    return (group / "memory.stat").read_text()
 
 
 def test_a_relative_cache_home_is_ignored(monkeypatch):
