@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher import errors, timings
@@ -99,6 +99,8 @@ class Supervisor:
         reason = self.reason
         if reason is None and any(rank.is_running for rank in self.ranks):
             reason = outcome.server_ended(server_status)
+        if reason is not None and not (self.is_ending or self.ranks[0].has_met):  # none told of it
+            self.on_failure(replace(self.ranks[0].failure(self.began_s), message=str(reason(()))))
         return outcome.results_or_raise(self.job, self.ranks, self.began_s, reason, self.oom_kills)
 
     def _poll_once(self) -> None:
@@ -272,8 +274,7 @@ class Supervisor:
         self.output.notice(text)
         # Ctrl-C reaches every process of a terminal's job, and so the children of ranks.
         is_ctrl_c = number == signal.SIGINT
-        number = number if is_ctrl_c else signal.SIGTERM
-        self._signal(number, self._running(), whole_group=is_ctrl_c)
+        self._signal(signal.SIGINT if is_ctrl_c else signal.SIGTERM, self._running(), is_ctrl_c)
         self._after(timings.TIMINGS.stop_grace_s, self._kill)
 
     def _on_timeout(self) -> None:
@@ -308,8 +309,7 @@ class Supervisor:
         """Send SIGTERM once to ranks that have not failed themselves; kill all after grace_s."""
         if not self.is_ending:
             self.is_ending = True
-            ranks = [rank for rank in self._running() if not rank.has_failed]
-            self._signal(signal.SIGTERM, ranks)
+            self._signal(signal.SIGTERM, [r for r in self._running() if not r.has_failed])
             self._after(grace_s, self._kill)
 
     def _kill(self) -> None:

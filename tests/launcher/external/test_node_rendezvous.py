@@ -635,9 +635,12 @@ def test_a_name_that_no_host_can_have_is_an_error_at_once(quick):
 # ---- the launcher that starts the ranks of each node itself ----
 
 WHO = """
-import os, sys
+import os, signal, sys
 if sys.argv[1:] == ["early", os.environ["RANK"]]:
     sys.exit(7)
+if sys.argv[1:] == ["server", os.environ["GROUP_RANK"]]:
+    os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
 from coordinator import Coordinator
 with Coordinator(timeout_s=20) as coor:
     assert os.environ["GROUP_RANK"] == str(coor.node_index)
@@ -648,10 +651,11 @@ with Coordinator(timeout_s=20) as coor:
 """
 
 
-@pytest.mark.parametrize("end", ["well", "failing", "early 2", "early 0"])
+@pytest.mark.parametrize("end", ["well", "failing", "early 2", "early 0", "server 1", "server 0"])
 def test_our_own_launcher_starts_the_ranks_of_each_node(tmp_path, end):
     """Of the second node's two ranks one had GROUP_RANK 0, and one 1. And a node waited for its
-    deadline where a rank of the other had failed before all had joined."""
+    deadline where a rank of the other, or its fork server for lack of memory, had failed before
+    all had joined."""
     (tmp_path / "who.py").write_text(WHO)
     place = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", f"{PORT}"]
     words = ["who.py", *(end.split() if end != "well" else ())]
@@ -673,6 +677,14 @@ def test_our_own_launcher_starts_the_ranks_of_each_node(tmp_path, end):
     if end == "early 2":
         assert "when rank 2 (host" in told and "before all of launch" in told
         assert launches[1].returncode == 7
+        return
+    if end == "server 1":
+        assert "when rank 1 (host" in told and "killed from outside" in other
+        assert [launch.returncode for launch in launches] == [1, 137]
+        return
+    if end == "server 0":
+        assert "but rank 0 (host" in other and "killed from outside" in other
+        assert [launch.returncode for launch in launches] == [137, 1]
         return
     if end == "early 0":
         assert "but rank 0 (host" in other and "exited with code 7 before all had joined" in other
