@@ -206,7 +206,7 @@ def _auto(options: argparse.Namespace) -> None:
     if not script.exists() and command.is_file():  # such as transformers, for its server
         script = command
     if not (script / "__main__.py" if script.is_dir() else script).exists():
-        raise DrumlineError(f"{options.script} does not exist, so nothing was started.")
+        raise DrumlineError(f"{script.absolute()} does not exist: each machine needs one there.")
     module = "drumline.cli.run_script"
     job = _job_of_nodes(options, CALL, module)
     _on_ranks(options, job, module, "run_script", (str(script), options.arguments), {})

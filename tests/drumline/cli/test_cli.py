@@ -190,7 +190,7 @@ def test_variables_that_no_launch_can_have_are_an_error_of_one_line(
         ("plan --model {} --memory 1MiB --dtype float8_e4m3fn", "'float8_e4m3fn' is not one"),
         ("generate --model {} --prompt 5 --memory 1MiB", "no tokenizer"),
         ("generate --model {}/nowhere -n 2 --prompt 5", "no config.json"),
-        ("auto -n 2 {}/nowhere.py", "does not exist"),
+        ("auto -n 2 nowhere.py", f"{Path.cwd()}/nowhere.py does not exist: each machine needs one"),
         ("auto {}", "does not exist"),
         ("bench --model {} --prompt-tokens 9 --new-tokens 8", "has positions for 16"),
     ],
