@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,15 +136,14 @@ class DeviceMap:
     @classmethod
     def of_parts(
         cls,
-        parts: Iterable[ModulePart],
+        parts: Sequence[ModulePart],
         places: Mapping[str, Place],
         free_nbytes: Mapping[Place, int],
     ) -> DeviceMap:
         """The map of parts, in their order, to the places that they are given."""
-        by_name = {part.name: part for part in parts}
-        nbytes = {name: part.nbytes for name, part in by_name.items()}
-        kept = {name: part.kept_nbytes for name, part in by_name.items()}
-        return cls({name: places[name] for name in by_name}, nbytes, dict(free_nbytes), kept)
+        nbytes = {part.name: part.nbytes for part in parts}
+        kept = {part.name: part.kept_nbytes for part in parts}
+        return cls({name: places[name] for name in nbytes}, nbytes, dict(free_nbytes), kept)
 
     def of(self, rank: int) -> dict[str, str]:
         """The modules of one rank, and the device of each."""
@@ -175,8 +174,7 @@ class DeviceMap:
 
     def free_for_tokens(self, place: Place) -> tuple[int, int]:
         """The bytes of a place that were planned for caches, and those beyond the plan."""
-        names = [name for name, where in self.places.items() if where == place]
-        kept = sum(self.kept_nbytes.get(name, 0) for name in names)
+        kept = sum(n for name, n in self.kept_nbytes.items() if self.places[name] == place)
         return kept, self.free_nbytes.get(place, 0) - self.used(place)
 
     def picture(self, width: int = 24) -> str:

@@ -38,21 +38,21 @@ def allocate_hugepages(specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tenso
         else:
             tensors[name] = torch.empty(tuple(shape), dtype=dtype, device=device)
     for part in _group_by_mapping(sizes):
-        for name, raw in _map_memory({name: sizes[name] for name in part}).items():
+        for name, raw in _map_memory(part).items():
             shape, dtype, _ = specs[name]
             tensors[name] = raw.view(dtype).view(tuple(shape))
     return tensors
 
 
-def _group_by_mapping(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """The names in their order, as many at a time as may share a mapping."""
-    part: list[str] = []
+def _group_by_mapping(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """The sizes in their order, as many at a time as may share a mapping."""
+    part: dict[str, int] = {}
     total = 0
     for name, nbytes in sizes.items():
         if part and total + nbytes > MAPPING_NBYTES:
             yield part
-            part, total = [], 0
-        part.append(name)
+            part, total = {}, 0
+        part[name] = nbytes
         total += nbytes
     if part:
         yield part

@@ -137,9 +137,8 @@ def _from(mesh: Any) -> Mesh:
     if isinstance(mesh, Mapping):
         return Mesh({ALIASES.get(str(axis), str(axis)): int(size) for axis, size in mesh.items()})
     if hasattr(mesh, "mesh_dim_names"):
-        ranks = tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
-        names = axis_names(mesh)
-        return Mesh(dict(zip(names, mesh.shape, strict=True)), ranks)
+        ranks = tuple(mesh.mesh.flatten().tolist())
+        return Mesh(dict(zip(axis_names(mesh), mesh.shape, strict=True)), ranks)
     raise PlanError(
         f"mesh={mesh!r} is not a mesh, and is not ignored; give sizes by axis, such as "
         '{"dp_shard": 2, "tp": 2}, or a torch DeviceMesh.'

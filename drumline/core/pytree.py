@@ -8,7 +8,7 @@ is ever pickled.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -35,8 +35,11 @@ class Leaves:
     shared: list[UserDict[Any, Any]] = field(default_factory=list)
     positions: dict[int, int] = field(default_factory=dict)
 
+    def add(self, tensors: Iterable[torch.Tensor]) -> list[int]:
+        """The position of each tensor; the same tensor given twice has one."""
+        return [self.tensor(tensor) for tensor in tensors]
+
     def tensor(self, tensor: torch.Tensor) -> int:
-        """The position of a tensor; the same tensor given twice has one."""
         position = self.positions.setdefault(id(tensor), len(self.tensors))
         if position == len(self.tensors):
             self.tensors.append(tensor)

@@ -82,18 +82,14 @@ class CacheRegistry:
         elif operation in POOL_OPERATIONS:
             getattr(self.cache(number), operation)(*arguments)
         elif operation in CACHE_OPERATIONS:
-            self._change(operation, number, *arguments)
+            change_layers(self.cache(number), operation, *arguments)
+            if operation == "reset":
+                self._forget_pairs(self.cache(number))
         else:
             raise DrumlineError(
                 f"{operation!r} is not an operation on a cache; install the same version of "
                 "drumline on all ranks."
             )
-
-    def _change(self, operation: str, number: int, *arguments: Any) -> None:
-        cache = self.cache(number)
-        change_layers(cache, operation, *arguments)
-        if operation == "reset":
-            self._forget_pairs(cache)
 
     def _free(self, number: int) -> None:
         self._forget_pairs(self.by_number.pop(number, None))

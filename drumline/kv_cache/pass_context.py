@@ -37,9 +37,12 @@ class PassContext(threading.local):
             if isinstance(tensor, torch.Tensor) and tensor.dim() in (2, 3):
                 self.shape = tensor.shape[0], tensor.shape[1]
 
-    def end(self, model: Any) -> None:
+    def end(self, model: Any, *_: Any) -> None:
         if self._model() is model:
             del self._model, self._came_filled
+
+    def __deepcopy__(self, memo: Any) -> PassContext:
+        return self
 
     def came_empty(self, cache: Cache) -> bool:
         """True if this thread is in a pass, and the cache was empty when that began."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -144,10 +144,12 @@ class CacheProxy:
         )
 
 
-def cache_number(cache: Cache, op_log: CacheOpLog, layers: Iterable[int] = ()) -> int:
+def cache_number(
+    cache: Cache, op_log: CacheOpLog, layers: Callable[[Cache], Iterable[int]] = lambda _: ()
+) -> int:
     """The number of this cache on all ranks; the first call makes it a proxy and logs its creation.
 
-    layers: those that another rank is about to fill; they must be empty until then.
+    layers(cache): those that another rank is about to fill; they must be empty until then.
     """
     if isinstance(cache, CacheProxy):
         if cache.op_log is not op_log:
@@ -163,7 +165,7 @@ def cache_number(cache: Cache, op_log: CacheOpLog, layers: Iterable[int] = ()) -
         return cache.number
     # The number names the cache in every later message. "create" is sent ahead of the first call
     # that is given the cache, and "free" once the script has let go of it.
-    _check_empty(cache, layers)
+    _check_empty(cache, layers(cache))
     recipe = _recipe(cache)
     kind = type(cache)
     own = {"__module__": kind.__module__, CROPPABLE: property(CacheProxy.can_be_cropped)}

@@ -6,7 +6,9 @@ state that the one before put out. Such a run is written down once, with the lay
 
 from __future__ import annotations
 
+import functools
 import json
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -16,11 +18,16 @@ from typing import Any, Protocol, TypeGuard
 
 import torch
 
-from drumline.core.pytree import Leaves, TreeSpec, has_reusable_arguments, iter_leaves
+from drumline.core.pytree import (
+    NEW_HIDDEN_STATE,
+    Leaves,
+    TreeSpec,
+    has_reusable_arguments,
+    iter_leaves,
+)
 from drumline.errors import StageError
 from drumline.kv_cache.pass_context import PassContext
-from drumline.kv_cache.proxy import prepare_next_token
-from drumline.pipeline.lazy_tensor import LazyTensor, LazyUnknownShape
+from drumline.pipeline.lazy_tensor import LazyTensor, LazyUnknownShape, fetched
 from drumline.stages.messages import Message
 from drumline.stages.program import Program, StageStep
 
@@ -40,6 +47,10 @@ class CalledLayer(Protocol):
     name: str
     rank: int
     outputs: dict[InternedSpec, TreeSpec]
+
+    @property
+    def producer(self) -> Producer:
+        """Of its hidden states."""
 
     def confirm(self, run: LayerRun, new: NewCall, *facts: Any) -> None:
         """Take what came of a call of a new form."""
@@ -71,15 +82,9 @@ class DeferredCalls:
         """Of each tensor, its position among the inputs, or ~n for the n-th output so far."""
         # Inputs count up from 0 and outputs down from ~0, as more inputs may come: `program` makes
         # slots of both once the number of inputs is known.
-        slots = []
-        for tensor in tensors:
-            if not isinstance(tensor, LazyTensor):
-                slots.append(self.inputs.tensor(tensor))
-            elif tensor.source is self:
-                slots.append(~tensor.slot)
-            else:
-                slots.append(self.inputs.tensor(tensor.fetch()))
-        return tuple(slots)
+        values = [t if getattr(t, "source", self) is self else fetched(t) for t in tensors]
+        inputs = iter(self.inputs.add([t for t in values if not isinstance(t, LazyTensor)]))
+        return tuple([~t.slot if isinstance(t, LazyTensor) else next(inputs) for t in values])
 
     def lazy(self, kind: str, producer: Producer, hidden: torch.Tensor) -> LazyTensor:
         """The next tensor that the last call will put out; `hidden` is like it or on its device.
@@ -93,20 +98,21 @@ class DeferredCalls:
         self.producers.append(producer)
         return lazy
 
-    @property
-    def last_layer(self) -> CalledLayer:
-        return self.runs[-1].layers[-1]
-
-    def continued_run(self, layer: CalledLayer, args: Any, kwargs: Any) -> LayerRun | None:
-        """The last run if this call goes on with it."""
-        if not self.runs or not args or self.sent:
-            return None
-        run, hidden = self.runs[-1], args[0]
-        if getattr(hidden, "source", None) is not self or run.layers[-1].rank > layer.rank:
-            return None
-        if run.caches and type(hidden) is LazyUnknownShape:
-            return None
-        return run if run.is_continued_by(args, kwargs) else None
+    def add(
+        self, run: LayerRun, layer: CalledLayer, hidden: Any, new: NewCall | None
+    ) -> LazyTensor | None:
+        """One more layer of a run, which is given `hidden`. Returns what it will put out, if that
+        is known to be a hidden state and nothing else."""
+        if run.layers:
+            run.hidden_slots.append(~hidden.slot)
+        else:
+            self.runs.append(run)
+        if new is not None:
+            run.new[len(run.layers)] = new
+        run.layers.append(layer)
+        output = layer.outputs.get(run.spec) if new is None else new.output
+        is_usual = output == NEW_HIDDEN_STATE
+        return self.lazy("hidden", layer.producer, hidden) if is_usual else None
 
     def flush(self, *, is_amid_pass: bool = False) -> Message | None:
         """Run the calls; every hidden state that somebody still holds gets its value.
@@ -119,11 +125,7 @@ class DeferredCalls:
         self.sent, self.wants_hidden_states = True, self.context.wants_hidden_states
         new_calls = [(run, new) for run in self.runs for new in run.new.values()]
         alive = [ref() for ref in self.outputs]
-        waiting = [
-            lazy
-            for lazy in alive
-            if type(lazy) is LazyTensor or self._is_wanted(lazy, is_amid_pass)
-        ]
+        waiting = [lazy for lazy in alive if self._is_wanted(lazy, is_amid_pass)]
         self.returns = tuple(lazy.slot for lazy in waiting)
         try:
             reply = self.exchange(self)
@@ -141,12 +143,6 @@ class DeferredCalls:
         reply.tensors = reply.tensors[len(waiting) :]
         return reply
 
-    def prepare_next_token(self) -> None:
-        """Prepare for the next token of the same caches, while this one is on its way."""
-        for run in self.runs:
-            for cache in run.caches:
-                prepare_next_token(cache)
-
     def _is_wanted(self, lazy: LazyTensor | None, is_amid_pass: bool) -> TypeGuard[LazyTensor]:
         if type(lazy) is not LazyUnknownShape or is_amid_pass:
             return lazy is not None
@@ -155,14 +151,14 @@ class DeferredCalls:
 
     def read(self, slot: int) -> None:
         """Note that this output is looked at, and run the calls if they have not been."""
-        wants_hidden_states = (
-            self.wants_hidden_states if self.sent else self.context.wants_hidden_states
-        )
-        self.output_usage.looked_at.add((self.producers[slot], wants_hidden_states))
+        state = self if self.sent else self.context
+        self.output_usage.looked_at.add((self.producers[slot], state.wants_hidden_states))
         self.flush()
 
-    def place_ints(self, before: list[int]) -> tuple[list[int], list[int]]:
-        """The start of each run's integers, and all integers; runs with equal ones share them."""
+    def form(self, before: list[int]) -> tuple[list[int], list[int], tuple[Any, ...]]:
+        """The start of each run's integers, and all integers; runs with equal ones share them.
+
+        Then a key that is equal for calls with the same program."""
         ints = list(before)
         places: dict[tuple[int, ...], int] = {}
         starts: list[int] = []
@@ -171,12 +167,8 @@ class DeferredCalls:
             if start == len(ints):
                 ints.extend(run.ints)
             starts.append(start)
-        return starts, ints
-
-    def key(self, starts: list[int]) -> tuple[Any, ...]:
-        """Equal for calls with the same program."""
         runs = tuple([run.key() for run in self.runs])
-        return len(self.inputs.tensors), self.returns, tuple(starts), runs
+        return starts, ints, (len(self.inputs.tensors), self.returns, tuple(starts), runs)
 
     def program(self, operations: TreeSpec, num_operands: int, starts: list[int]) -> Program:
         num_inputs = num_operands + len(self.inputs.tensors)
@@ -191,6 +183,42 @@ class DeferredCalls:
                 steps.append(StageStep(layer.rank, layer.name, *form))
         returns = tuple(num_inputs + position for position in self.returns)
         return Program(operations, num_operands, num_inputs, tuple(steps), returns)
+
+
+class CallsByThread(threading.local):
+    """The calls of each thread that have not been sent. Arguments as of DeferredCalls."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._make = functools.partial(DeferredCalls, *arguments)
+        self._last = self._make()
+
+    def unsent(self) -> DeferredCalls:
+        if self._last.sent:
+            self._last = self._make()
+        return self._last
+
+    def continued(
+        self, layer: CalledLayer, args: Any, kwargs: Any
+    ) -> tuple[DeferredCalls, LayerRun | None]:
+        """The calls of this thread, and their last run if this call goes on with it."""
+        calls = self.unsent()
+        if not calls.runs or not args:
+            return calls, None
+        run, hidden = calls.runs[-1], args[0]
+        comes_next = getattr(hidden, "source", None) is calls and run.layers[-1].rank <= layer.rank
+        is_countable = not run.caches or type(hidden) is not LazyUnknownShape
+        goes_on = comes_next and is_countable and run.is_continued_by(args, kwargs)
+        return calls, run if goes_on else None
+
+    def begin_run(
+        self, rank: int, spec: InternedSpec, leaves: Leaves, args: Any, kwargs: Any
+    ) -> tuple[DeferredCalls, LayerRun]:
+        """The calls that a layer of this rank can be added to, and a run for it."""
+        calls = self.unsent()
+        if calls.runs and calls.runs[-1].layers[-1].rank > rank:
+            calls.flush(is_amid_pass=True)  # it has passed this rank already
+            calls = self.unsent()
+        return calls, LayerRun(spec, leaves, calls.slots(leaves.tensors), args, kwargs)
 
 
 class OutputUsage:
@@ -217,7 +245,7 @@ class OutputUsage:
 
 
 class InternedSpec:
-    """A template that is compared by identity, which is quick; `PipelineDriver.intern` makes it."""
+    """A template that is compared by identity, which is quick; SpecTable makes it."""
 
     def __init__(self, template: TreeSpec):
         self.template = template
@@ -232,6 +260,14 @@ class InternedSpec:
         say which layers of the cache are meant."""
         kinds = [leaf[0] for leaf in iter_leaves(self.template) if leaf[0] in ("int", "cache")]
         return tuple(at for at, kind in enumerate(kinds) if kind == "int" and "cache" in kinds)
+
+
+class SpecTable(dict[TreeSpec, InternedSpec]):
+    """The InternedSpec of each template: the same object for equal templates."""
+
+    def __missing__(self, template: TreeSpec) -> InternedSpec:
+        self[template] = InternedSpec(template)
+        return self[template]
 
 
 @dataclass
@@ -275,14 +311,6 @@ class LayerRun:
     def is_continued_by(self, args: Any, kwargs: Any) -> bool:
         """True if these are the same arguments, except the hidden state."""
         return self.spec.has_reusable_arguments and _identities(args, kwargs) == self.identities
-
-    def add(self, layer: CalledLayer, hidden: Any, new: NewCall | None) -> None:
-        """One more layer; `hidden` is what it is given, if it goes on with the run."""
-        if self.layers:
-            self.hidden_slots.append(~hidden.slot)
-        if new is not None:
-            self.new[len(self.layers)] = new
-        self.layers.append(layer)
 
     def slots_by_layer(self) -> list[tuple[int, ...]]:
         return [self.slots, *((hidden, *self.slots[1:]) for hidden in self.hidden_slots)]

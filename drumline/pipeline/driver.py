@@ -11,11 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from drumline.core.pytree import Leaves, TreeSpec, flatten
+from drumline.core.pytree import Leaves, flatten
 from drumline.errors import DrumlineError, PeerLost, StageError
 from drumline.kv_cache.pass_context import PassContext
-from drumline.kv_cache.proxy import cache_number
-from drumline.pipeline.deferred_calls import DeferredCalls, InternedSpec, OutputUsage
+from drumline.kv_cache.proxy import CacheProxy, cache_number, prepare_next_token
+from drumline.pipeline.deferred_calls import (
+    CallsByThread,
+    DeferredCalls,
+    InternedSpec,
+    OutputUsage,
+    SpecTable,
+)
 from drumline.pipeline.interrupt import DelayedInterrupt
 from drumline.pipeline.microbatch_runner import MicrobatchRunner
 from drumline.stages.messages import Message, MessageKind
@@ -32,9 +38,7 @@ class PipelineDriver:
     """One distributed model as its master sees it; safe to use from several threads."""
 
     def __init__(self, ring: Ring | TpDriverRing, device: torch.device):
-        self.ring, self.device, self.output_usage = ring, device, OutputUsage()
-        self._interned: dict[TreeSpec, InternedSpec] = {}
-        self._no_operations = self.intern(NOTHING)
+        self.ring, self.device, self.specs = ring, device, SpecTable()
         self._programs: dict[tuple[Any, ...], tuple[Program, int]] = {}
         self._program_numbers, self._cache_numbers = itertools.count(1), itertools.count(1)
         self._operations: deque[tuple[Any, ...]] = deque()
@@ -42,31 +46,18 @@ class PipelineDriver:
         self._pending: deque[PendingReply] = deque()
         self._is_receiving = self._is_desynchronised = False
         self.microbatches = MicrobatchRunner()
-        self.context, self._thread = PassContext(), threading.local()
+        self.context = PassContext()
+        # Not the method itself: a trace that follows it comes later.
+        self.calls = CallsByThread(lambda c: self.exchange(c), OutputUsage(), self.context)
         self._failure: DrumlineError | None = None
         self.unread: set[str] = set()  # arguments that keep batches whole; each is warned of once
         self.uncroppable: set[int] = set()  # layers of a cache that their ranks cannot crop
-        # Why a pass was refused that had begun to change the layers.
-        self.half_changed: DrumlineError | None = None
-
-    @property
-    def calls(self) -> DeferredCalls:
-        """The calls of this thread that have not been sent."""
-        calls: DeferredCalls | None = getattr(self._thread, "calls", None)
-        if calls is None or calls.sent:
-            calls = DeferredCalls(self.exchange, self.output_usage, self.context)
-            self._thread.calls = calls
-        return calls
 
     def record(self, name: str, *arguments: Any) -> None:
-        """Note an operation on a cache: sent before the next call, after those gathered."""
-        self.calls.flush(is_amid_pass=True)
+        """Note an operation, as on a cache: sent before the next call, after those gathered."""
+        self.calls.unsent().flush(is_amid_pass=True)
         kept = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
         self._operations.append((name, *kept))
-
-    def scale_weight(self, rank: int, name: str, method: str, number: float) -> None:
-        """Scale a weight of another rank in place, before its next call."""
-        self.record("scale_weight", rank, name, method, number)
 
     def forget(self, number: int) -> None:
         self._operations.append(("free", number))
@@ -78,13 +69,6 @@ class PipelineDriver:
     def lost(self) -> PeerLost | None:
         """The loss of a rank after which nothing can run, if there was one."""
         return self._failure if isinstance(self._failure, PeerLost) else None
-
-    def intern(self, template: TreeSpec) -> InternedSpec:
-        """The InternedSpec of a template: the same object for equal templates."""
-        spec = self._interned.get(template)
-        if spec is None:
-            spec = self._interned[template] = InternedSpec(template)
-        return spec
 
     def exchange(self, calls: DeferredCalls) -> Message:
         """Send calls, and the cache operations that wait, round the ring; returns the reply."""
@@ -107,11 +91,12 @@ class PipelineDriver:
                 # Messages have no numbers: the ring keeps their order, so the n-th reply is for the
                 # n-th call in this queue. It grows under the lock that orders the sends.
                 self._pending.append(pending)
-                runner = self.microbatches.release_turn(calls.last_layer)
+                runner = self.microbatches.release_turn(calls.runs[-1].layers[-1])
                 pending.reply = self._failing_all_threads(lambda: self.ring.send(message))
                 if pending.reply is not None:
                     self._pending.remove(pending)
-            calls.prepare_next_token()
+            for cache in _caches(calls):  # while this token is on its way
+                prepare_next_token(cache)
             reply = self._answer(pending, calls)
         except (KeyboardInterrupt, SystemExit):
             self._is_desynchronised = True  # nobody knows whether it was sent, or had come back
@@ -119,7 +104,9 @@ class PipelineDriver:
         finally:
             self.microbatches.acquire_turn(runner)
         reply.tensors = reply.tensors[len(leaves.tensors) :]
-        self.ring.adopt(reply.tensors)
+        for tensor in reply.tensors:
+            if tensor.is_cuda:  # another thread, on its own stream, may have received it
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return reply
 
     def _operations_now(self, leaves: Leaves) -> InternedSpec:
@@ -127,14 +114,14 @@ class PipelineDriver:
         # Taken under the send lock, so that every rank applies them in the order of this log, and
         # before the calls that come in the same message.
         if not self._operations:
-            return self._no_operations
+            return self.specs[NOTHING]
         waiting = [self._operations.popleft() for _ in range(len(self._operations))]
-        return self.intern(flatten(waiting, leaves, lambda cache: cache_number(cache, self)))
+        return self.specs[flatten(waiting, leaves, lambda cache: cache_number(cache, self))]
 
     def _message(self, calls: DeferredCalls, operations: InternedSpec, leaves: Leaves) -> Message:
         """The message for deferred calls, with the text of their program if that is new."""
-        starts, ints = calls.place_ints(leaves.ints)
-        key = (operations, len(leaves.tensors), calls.key(starts))
+        starts, ints, form = calls.form(leaves.ints)
+        key = (operations, len(leaves.tensors), form)
         text = ""
         entry = self._programs.get(key)
         if entry is None:
@@ -223,11 +210,14 @@ class PipelineDriver:
                     self.ring.leave(code)
 
 
+def _caches(calls: DeferredCalls) -> list[CacheProxy]:
+    return [cache for run in calls.runs for cache in run.caches]
+
+
 def _invalidate_caches(calls: DeferredCalls) -> None:
     """Mark the caches of these calls: their layers no longer hold the same tokens."""
-    for run in calls.runs:
-        for cache in run.caches:
-            cache.is_inconsistent = True
+    for cache in _caches(calls):
+        cache.is_inconsistent = True
 
 
 class PendingReply:

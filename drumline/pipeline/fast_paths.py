@@ -52,8 +52,6 @@ class _Split(Exception):
 class _Watch:
     """In place of the driver of several ranks: notes that a batch is split."""
 
-    half_changed = None
-
     def __init__(self) -> None:
         self.microbatches, self.unread, self.context = self, set[str](), PassContext()
         self.is_split, self.runs_parts = False, True
@@ -97,19 +95,11 @@ def _splits(model: Any, rows: int, tokens: int, runs_parts: bool = False) -> boo
     return bool(model._driver.is_split)
 
 
-def _groups(model: Any) -> bool:
-    return _splits(model, ROWS, TOKENS, runs_parts=True)
-
-
 def _merged_caches(model: Any) -> bool:
     """The batch in groups has left one cache behind, of all rows and tokens."""
     cache = cache_of(model.outputs[-1])
     layers = [] if cache is None else cache.layers
     return {(layer.keys.shape[0], num_tokens(layer)) for layer in layers} == {(ROWS, TOKENS)}
-
-
-def _streams(model: Any) -> bool:
-    return _splits(model, STREAMS, 2)
 
 
 def _chunks(model: Any) -> bool:
@@ -150,9 +140,9 @@ def _changed_caches(model: Any) -> bool:
 
 
 FAST_PATHS: dict[str, Callable[[Any], bool]] = {
-    "groups of rows": _groups,
+    "groups of rows": functools.partial(_splits, rows=ROWS, tokens=TOKENS, runs_parts=True),
     "merged caches": _merged_caches,
-    "generations side by side": _streams,
+    "generations side by side": functools.partial(_splits, rows=STREAMS, tokens=2),
     "chunks of long prompts": _chunks,
     "mapped weights": _mapped_weights,
     "static layers": _static_layers,

@@ -118,3 +118,8 @@ def fetch_all(value: Any) -> Any:
     if type(value) is dict and not value:
         return value
     return torch_private.tree_map(fetched, value)
+
+
+def fetch_input(module: Any, args: tuple[Any, ...]) -> Any:
+    """A hook that has a module given the value of a lazy tensor; None if it is given another."""
+    return (args[0].fetch(), *args[1:]) if args and isinstance(args[0], LazyTensor) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
@@ -15,16 +16,16 @@ from drumline.checkpoint.plan_executor import LoadStats
 from drumline.contact.model_parts import is_model
 from drumline.core.device_map import DeviceMap
 from drumline.core.layer_kinds import kinds_of
-from drumline.errors import DrumlineError, RefusedUse, exit_code
+from drumline.errors import DrumlineError, exit_code
 from drumline.offload.prefetcher import WeightPrefetcher
 from drumline.pipeline import unsupported
 from drumline.pipeline.driver import PipelineDriver
 from drumline.pipeline.fast_paths import warn_if_off
-from drumline.pipeline.lazy_tensor import LazyTensor, fetch_all
+from drumline.pipeline.lazy_tensor import LazyTensor, fetch_all, fetch_input
 from drumline.pipeline.overlap import MicrobatchMixin
 from drumline.pipeline.paged_generation import PagedGenerationMixin
 from drumline.pipeline.remote_layer import RemoteModule
-from drumline.pipeline.unsupported import UnsupportedMixin
+from drumline.pipeline.unsupported import UnsupportedMixin, is_requested
 from drumline.stages import message_trace
 from drumline.stages.stage_weights import LoadedStage
 
@@ -95,6 +96,7 @@ def distribute(
         if remote is None:
             remote = {name: rank for name, (rank, _) in device_map.places.items() if rank != 0}
         unrecorded: unsupported.UnrecordedOutputs = []
+        scale = functools.partial(driver.record, "scale_weight")
         tied = {
             name for pair in getattr(model, "all_tied_weights_keys", {}).items() for name in pair
         }
@@ -102,7 +104,7 @@ def distribute(
         for name, rank in remote.items():
             module = model.get_submodule(name)
             module.forward = RemoteModule(driver, name, module, rank, kinds[name])
-            unsupported.make_read_only(module, name, rank, unrecorded, driver.scale_weight, tied)
+            unsupported.make_read_only(module, name, rank, unrecorded, scale, tied)
         unsupported.show_device(model, model._first_device)
         _fetch_outputs(model, remote, driver, unrecorded)
         _fetch_inputs(model, remote)
@@ -117,21 +119,8 @@ def _fetch_outputs(
     unrecorded: unsupported.UnrecordedOutputs,
 ) -> None:
     """Have the models around remote layers return plain tensors to the user."""
-    attention = unsupported.AttentionConfigs({name: model.get_submodule(name) for name in remote})
-    model._remote_attention = attention  # type: ignore[assignment]
-
-    def begin_pass(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if driver.half_changed is not None:
-            raise DrumlineError(
-                f"{driver.half_changed} A pass that began with it has changed the layers before "
-                "this one already, so load the model again."
-            )
-        driver.context.begin(module, args, kwargs)
-        _refuse_inner_outputs(module, kwargs)
-        attention.check_unchanged()
-
-    def end_pass(module: nn.Module, args: Any, output: Any) -> None:
-        driver.context.end(module)
+    checks = unsupported.PassChecks({name: model.get_submodule(name) for name in remote})
+    model._pass_checks = checks  # type: ignore[assignment]
 
     def give_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         fetched = _fetch_output(output)
@@ -142,8 +131,9 @@ def _fetch_outputs(
         if name not in remote and any(
             inner.startswith(f"{name}." if name else "") for inner in remote
         ):
-            module.register_forward_pre_hook(begin_pass, with_kwargs=True)
-            module.register_forward_hook(end_pass, always_call=True)
+            module.register_forward_pre_hook(checks.check, with_kwargs=True)
+            module.register_forward_pre_hook(driver.context.begin, with_kwargs=True)
+            module.register_forward_hook(driver.context.end, always_call=True)
             module.register_forward_hook(give_output, with_kwargs=True)
 
 
@@ -154,33 +144,13 @@ def _fetch_inputs(model: nn.Module, remote: Mapping[str, int]) -> None:
     for name, module in model.named_modules():
         is_beside = name.rpartition(".")[0] in around and name not in around
         if is_beside and name not in remote and any(True for _ in module.parameters()):
-            module.register_forward_pre_hook(_fetch_input)
+            module.register_forward_pre_hook(fetch_input)
 
 
 def _outer(name: str) -> Iterator[str]:
     """The names of the modules around one, from the innermost."""
     while name := name.rpartition(".")[0]:
         yield name
-
-
-def _fetch_input(module: nn.Module, args: Any) -> Any:
-    return (args[0].fetch(), *args[1:]) if args and isinstance(args[0], LazyTensor) else None
-
-
-def _refuse_inner_outputs(module: nn.Module, kwargs: Any) -> None:
-    for name in ("output_attentions", "output_router_logits"):
-        if _is_requested(name, module, kwargs):
-            raise RefusedUse(
-                f"rank 0: {name}=True, but these are made inside the layers and do not leave their "
-                f"ranks, so some would be missing; pass {name}=False or set it so in model.config, "
-                "or load the model on one rank."
-            )
-
-
-def _is_requested(name: str, module: nn.Module, kwargs: Any) -> bool:
-    setting = kwargs.get(name)
-    config = getattr(module, "config", None)
-    return bool(getattr(config, name, False) if setting is None else setting)
 
 
 def _refuse_unrecorded(
@@ -191,7 +161,7 @@ def _refuse_unrecorded(
     After the pass, for it says where it records in the first one that is asked for any.
     """
     keys = dict.fromkeys(key for key, _, _ in unrecorded)
-    requested = [key for key in keys if _is_requested(f"output_{key}", module, kwargs)]
+    requested = [key for key in keys if is_requested(f"output_{key}", module, kwargs)]
     for key, part, rank in unrecorded if requested else ():
         if key in requested and _recorder(model, part) is module:
             raise DrumlineError(

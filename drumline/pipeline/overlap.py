@@ -33,7 +33,7 @@ from drumline.kv_cache.proxy import CacheProxy, merge_proxies
 from drumline.pipeline import microbatch
 from drumline.pipeline.driver import PipelineDriver
 from drumline.pipeline.remote_layer import RemoteModule
-from drumline.pipeline.unsupported import RemoteLayerError
+from drumline.pipeline.unsupported import PassChecks, RemoteLayerError
 
 Whole = Callable[..., Any]
 
@@ -54,6 +54,7 @@ class MicrobatchMixin:
     device_map: Any
     config: Any
     generation_config: Any
+    _pass_checks: PassChecks
     _driver: PipelineDriver | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,8 +63,7 @@ class MicrobatchMixin:
         try:
             return self._pass(*args, **kwargs)
         except RemoteLayerError as error:  # BigBird changes its layers for a short text
-            if self._driver is not None:
-                self._driver.half_changed = error
+            self._pass_checks.half_changed = error
             raise
         finally:
             if self._driver is not None:  # no hook hears of an interrupt

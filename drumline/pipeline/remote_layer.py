@@ -7,6 +7,7 @@ arguments of a new form waits, to learn what such layers return.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -47,23 +48,19 @@ class RemoteModule:
         self.__signature__ = inspect.signature(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        calls = self.driver.calls
-        run = calls.continued_run(self, args, kwargs)
+        calls, run = self.driver.calls.continued(self, args, kwargs)
         if run is None:
-            return self._start_run(calls, args, kwargs)
+            return self._start_run(args, kwargs)
         hidden = args[0]
         new = None if run.spec in self.outputs else self._new_call(run, hidden)
         if run.caches:
             self._advance(run, hidden, new)
-        run.add(self, hidden, new)
-        if new is None and self.outputs[run.spec] == pytree.NEW_HIDDEN_STATE:
-            return calls.lazy("hidden", self.producer, hidden)
+        if (output := calls.add(run, self, hidden, new)) is not None:
+            return output
         leaves = pytree.Leaves(run.ints, [hidden, *run.tensors], run.caches)
         return self._result(calls, run, leaves, new)
 
-    def _start_run(
-        self, calls: DeferredCalls, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _start_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first call of a run. What the cache refuses is never sent."""
         if any(map(torch.is_autocast_enabled, ("cpu", "cuda", "xpu"))):
             raise DrumlineError(
@@ -72,26 +69,19 @@ class RemoteModule:
                 "dtype=torch.bfloat16, or call it outside of autocast."
             )
         leaves = pytree.Leaves()
-        template = pytree.flatten(
-            [args, kwargs],
-            leaves,
-            lambda cache: proxy.cache_number(cache, self.driver, self._unknown_layers(cache)),
+        number_of = functools.partial(
+            proxy.cache_number, op_log=self.driver, layers=self._unknown_layers
         )
-        spec = self.driver.intern(template)
+        spec = self.driver.specs[pytree.flatten([args, kwargs], leaves, number_of)]
         if leaves.caches and leaves.tensors and type(leaves.tensors[0]) is LazyUnknownShape:
             leaves.tensors[0].fetch()  # its tokens are to be counted into a cache
-        if calls.sent:
-            calls = self.driver.calls
-        if calls.runs and calls.last_layer.rank > self.rank:
-            calls.flush(is_amid_pass=True)  # it has passed this rank already
-            calls = self.driver.calls
-        run = LayerRun(spec, leaves, calls.slots(leaves.tensors), args, kwargs)
+        calls, run = self.driver.calls.begin_run(self.rank, spec, leaves, args, kwargs)
         hidden = leaves.tensors[0] if leaves.tensors else None
         new = self._new_call(run, hidden)
         if leaves.caches and hidden is not None:
             self._advance(run, hidden, new)
-        calls.runs.append(run)
-        run.add(self, None, new)
+        if (output := calls.add(run, self, hidden, new)) is not None:
+            return output
         return self._result(calls, run, leaves, new)
 
     def _new_call(self, run: LayerRun, hidden: torch.Tensor | None) -> NewCall | None:
@@ -119,17 +109,14 @@ class RemoteModule:
 
     def _advance(self, run: LayerRun, hidden: torch.Tensor, new: NewCall | None) -> None:
         """Count what the call puts into the cache, unless that has to be seen first."""
-        cache = run.caches[0]
+        cache, shape = run.caches[0], self.driver.context.shape
         by_pass = self.counts_by_pass if new is None else new.counts_by_pass
         fills = self._known_fills(run) if new is None else new.fills
         if new is not None and new.output is None:
-            is_unsure = by_pass is None and not proxy.matches_pass_shape(
-                self.driver.context.shape, hidden
-            )
+            is_unsure = by_pass is None and not proxy.matches_pass_shape(shape, hidden)
             if is_unsure or proxy.is_own(cache):  # which may get no keys anywhere
                 fills = new.fills = None
         if fills is not None:
-            shape = self.driver.context.shape
             proxy.account_tokens(cache, fills, hidden, shape, by_pass, self.origins)
             if new is not None:
                 new.lengths = proxy.layer_lengths(cache, fills)
@@ -139,8 +126,6 @@ class RemoteModule:
     ) -> Any:
         """The output of the layer, after putting its changes into the dicts that layers share."""
         output = self.outputs.get(run.spec) if new is None else new.output
-        if output == pytree.NEW_HIDDEN_STATE:
-            return calls.lazy("hidden", self.producer, leaves.tensors[0])
         if output is None:
             tensors: Sequence[torch.Tensor] = self._ask(calls)
             output = self.outputs[run.spec]
@@ -223,11 +208,11 @@ class RemoteModule:
         self, cache: Cache, new: NewCall, filled: list[list[int]], layers: tuple[int, ...]
     ) -> None:
         """Count the call into the layers that it filled, unless that was done ahead of it."""
-        hidden = new.hidden
+        hidden, shape = new.hidden, self.driver.context.shape
         if filled and self.counts_by_pass is None:
             self.counts_by_pass = new.counts_by_pass
             if hidden is not None:
-                self.counts_by_pass = proxy.grew_by_pass(self.driver.context.shape, hidden, filled)
+                self.counts_by_pass = proxy.grew_by_pass(shape, hidden, filled)
         if new.fills == layers:
             return
         if hidden is None:
@@ -237,7 +222,6 @@ class RemoteModule:
                 "lengths that masks are made of would be wrong; call the model again with an empty "
                 "cache, and it is asked itself."
             )
-        shape = self.driver.context.shape
         proxy.account_tokens(cache, layers, hidden, shape, self.counts_by_pass, self.origins)
         new.lengths = proxy.layer_lengths(cache, layers)
 

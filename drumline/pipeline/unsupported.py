@@ -43,11 +43,15 @@ class RemoteLayerError(DrumlineError):
     """Something was to be put into a layer on another rank."""
 
 
-class AttentionConfigs:
-    """The attention implementations of remote layers when they were loaded; they cannot change.
+class PassChecks:
+    """Checks of each pass of a model with remote layers, before it begins.
 
-    Masks are made here in the form that an implementation takes, so a mixture would be wrong.
+    The attention implementations of these layers cannot change after loading: masks are made here
+    in the form that an implementation takes, so a mixture would be wrong.
     """
+
+    half_changed: DrumlineError | None = None
+    """Why a pass was refused that had begun to change the layers."""
 
     def __init__(self, layers: Mapping[str, nn.Module]):
         self._loaded: dict[int, tuple[Any, str | None, str]] = {}
@@ -57,6 +61,9 @@ class AttentionConfigs:
                 if is_config(config):
                     self._loaded.setdefault(id(config), (config, attention_of(config), name))
 
+    def __deepcopy__(self, memo: Any) -> PassChecks:
+        return self
+
     def accept(self) -> None:
         """Take what they are now for what they were: the ranks know of it."""
         self._loaded = {
@@ -64,7 +71,20 @@ class AttentionConfigs:
             for key, (config, _, name) in self._loaded.items()
         }
 
-    def check_unchanged(self) -> None:
+    def check(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Raise DrumlineError for a pass whose results would be wrong: a hook of models."""
+        if self.half_changed is not None:
+            raise DrumlineError(
+                f"{self.half_changed} A pass that began with it has changed the layers before "
+                "this one already, so load the model again."
+            )
+        for name in ("output_attentions", "output_router_logits"):
+            if is_requested(name, module, kwargs):
+                raise RefusedUse(
+                    f"rank 0: {name}=True, but these are made inside the layers and do not leave "
+                    f"their ranks, so some would be missing; pass {name}=False or set it so in "
+                    "model.config, or load the model on one rank."
+                )
         for config, loaded, name in self._loaded.values():
             now = attention_of(config)
             if now != loaded:
@@ -76,10 +96,17 @@ class AttentionConfigs:
                 )
 
 
+def is_requested(name: str, module: nn.Module, kwargs: Any) -> bool:
+    """True if a pass of a model is asked for an output, by an argument or its config."""
+    setting = kwargs.get(name)
+    config = getattr(module, "config", None)
+    return bool(getattr(config, name, False) if setting is None else setting)
+
+
 class UnsupportedMixin(ModelHooks):
     """Mixed into the class of a model. Where one rank has everything, everything works."""
 
-    _remote_attention: AttentionConfigs
+    _pass_checks: PassChecks
 
     def _refuse(self, verb: str, remedy: str) -> None:
         """Raise DrumlineError if parts of the model are elsewhere."""
@@ -113,7 +140,7 @@ class UnsupportedMixin(ModelHooks):
         super().set_attn_implementation(name)  # type: ignore[misc]
         driver = getattr(self, "_driver", None)
         if driver is not None:
-            self._remote_attention.accept()
+            self._pass_checks.accept()
             driver.record("use_attention", name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -61,10 +61,3 @@ class DeviceLink:
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor without gaps."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
-    """Let memory of tensors from another stream not be used again before torch's current one."""
-    for tensor in tensors:
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -15,7 +15,7 @@ import torch
 from coordinator import Coordinator
 from drumline.core.group_monitor import GroupMonitor
 from drumline.errors import DrumlineError, PeerLost
-from drumline.stages.device_link import DeviceLink, keep_for_current_stream
+from drumline.stages.device_link import DeviceLink
 from drumline.stages.messages import Message, MessageChannel, MessageKind, OnPredicted
 
 
@@ -101,11 +101,6 @@ class Ring:
 
     def check_whole(self, tensors: Sequence[torch.Tensor], module: str) -> None:
         """Return, for the same reason."""
-
-    def adopt(self, tensors: list[torch.Tensor]) -> None:
-        """Let torch's current stream use what another thread has received."""
-        if self.previous.link is not None:
-            keep_for_current_stream(tensors)
 
     def close(self, error: BaseException | None = None) -> None:
         """Give back the communicators and all under them; without waiting for other ranks if there

@@ -182,10 +182,6 @@ class TpDriverRing:
         assert self.leaders is not None
         return self.leaders.receive()
 
-    def adopt(self, tensors: list[torch.Tensor]) -> None:
-        if self.leaders is not None:
-            self.leaders.adopt(tensors)
-
     def leave(self, code: int) -> None:
         """Release every group, and close; returns once LEAVE has come round."""
         with contextlib.suppress(PeerLost, CoordinatorError):

@@ -139,6 +139,17 @@ def test_a_model_that_is_there_already_may_be_moved_there(checkpoints, on_master
     on_master(checkpoints.llama()[1], 2, work)
 
 
+def test_a_part_of_the_model_can_be_copied_and_called(checkpoints, on_master):
+    """Its hooks went with it, and what they belong to holds what no copy can be made of."""
+
+    def work(model):
+        trunks = model.model, copy.deepcopy(model.model)
+        return torch.stack([trunk(IDS).last_hidden_state for trunk in trunks])
+
+    one, other = on_master(checkpoints.llama()[1], 2, work)
+    assert one.equal(other)
+
+
 def test_a_model_that_has_changed_some_of_its_layers_by_itself_is_refused_from_then_on(
     checkpoints, on_master
 ):
