@@ -18,6 +18,7 @@ import torch
 from drumline.contact import cache_layers, caches
 from drumline.contact.cache_layers import CROPPABLE, DynamicLayer, is_filled
 from drumline.contact.caches import Cache
+from drumline.core.mixed_classes import mixed_class
 from drumline.errors import DrumlineError, RefusedUse
 from drumline.kv_cache import placeholder
 from drumline.kv_cache.merge_caches import merge_caches
@@ -144,6 +145,9 @@ class CacheProxy:
         )
 
 
+setattr(CacheProxy, CROPPABLE, property(CacheProxy.can_be_cropped))
+
+
 def cache_number(
     cache: Cache, op_log: CacheOpLog, layers: Callable[[Cache], Iterable[int]] = lambda _: ()
 ) -> int:
@@ -167,9 +171,7 @@ def cache_number(
     # that is given the cache, and "free" once the script has let go of it.
     _check_empty(cache, layers(cache))
     recipe = _recipe(cache)
-    kind = type(cache)
-    own = {"__module__": kind.__module__, CROPPABLE: property(CacheProxy.can_be_cropped)}
-    cache.__class__ = type(kind.__name__, (CacheProxy, kind), own)
+    cache.__class__ = mixed_class(type(cache), CacheProxy, type(cache))
     assert isinstance(cache, CacheProxy)
     _register(cache, op_log)
     cache.remote_versions = {}

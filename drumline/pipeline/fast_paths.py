@@ -32,6 +32,7 @@ from drumline.contact.cache_layers import (
 from drumline.contact.caches import cache_of
 from drumline.contact.passes import knows_masks_of_windows
 from drumline.contact.releases import READ, installed
+from drumline.core.mixed_classes import mixed_class
 from drumline.kv_cache.pass_context import PassContext
 from drumline.pipeline.overlap import MicrobatchMixin
 from drumline.pipeline.remote_layer import cache_layers
@@ -77,9 +78,7 @@ class _WatchedModel(MicrobatchMixin):
 
 def _watched() -> Any:
     model = model_parts.build_tiny()
-    kind = type(model)
-    names = {"__module__": kind.__module__}
-    model.__class__ = type(kind.__name__, (_WatchedModel, kind), names)
+    model.__class__ = mixed_class(type(model), _WatchedModel, type(model))
     model._driver, model.outputs = _Watch(), []
     return model
 

@@ -16,6 +16,7 @@ from drumline.checkpoint.plan_executor import LoadStats
 from drumline.contact.model_parts import is_model
 from drumline.core.device_map import DeviceMap
 from drumline.core.layer_kinds import kinds_of
+from drumline.core.mixed_classes import mixed_class
 from drumline.errors import DrumlineError, exit_code
 from drumline.offload.prefetcher import WeightPrefetcher
 from drumline.pipeline import unsupported
@@ -83,8 +84,7 @@ def distribute(
     remote: module to the hop of the ring that runs it; those that are not on rank 0 if not given.
     """
     model, device_map, kind = stage.model, stage.device_map, type(stage.model)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_plain_class": kind}
-    model.__class__ = type(kind.__name__, (DistributedModel, kind), names)
+    model.__class__, model._plain_class = mixed_class(kind, DistributedModel, kind), kind
     model.device_map, model.loaded = device_map, stage.stats
     model._driver, model._prefetcher = driver, stage.prefetcher
     model._first_device = torch.device(device_map.device_of(0))

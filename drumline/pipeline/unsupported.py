@@ -14,6 +14,7 @@ from drumline.contact.caches import without_caches
 from drumline.contact.loading.configs import attention_of, is_config
 from drumline.contact.model_hooks import ModelHooks
 from drumline.contact.model_parts import is_model, recorded_output
+from drumline.core.mixed_classes import mixed_class
 from drumline.errors import DrumlineError, RefusedUse
 
 NO_TRAINING = "it is for inference, under torch.no_grad(); train on a model that is whole"
@@ -210,17 +211,13 @@ def make_read_only(
     unrecorded = [] if unrecorded is None else unrecorded
     for inner, tensor in make_weights_read_only(module, name, rank):
         tensor.__dict__["_scale"] = None if inner in tied else scale
-    kinds: dict[type[nn.Module], type[nn.Module]] = {}
     for inner, part in module.named_modules(prefix=name):
         kind = type(part)
         if isinstance(part, _ReadOnlyModule) or not torch_private.declares_parts(part):
             continue  # such as an activation, which may be the same object in all layers
-        if kind not in kinds:
-            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-            bases = (kind, _ReadOnlyModule) if kind is not nn.Module else (_ReadOnlyModule,)
-            kinds[kind] = type(kind.__name__, bases, names)
+        bases = (kind, _ReadOnlyModule) if kind is not nn.Module else (_ReadOnlyModule,)
         part.__dict__["_read_only_origin"], part.__dict__["_unrecorded"] = (inner, rank), unrecorded
-        part.__class__ = kinds[kind]
+        part.__class__ = mixed_class(kind, *bases)
         if part is not module:
             part.__dict__["forward"] = _RemoteForward(inner, rank)
 

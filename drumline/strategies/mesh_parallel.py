@@ -7,7 +7,6 @@ print(model.generate(tokens))
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import weakref
 from pathlib import Path
@@ -25,6 +24,7 @@ from drumline.contact.generate_options import Criteria
 from drumline.contact.model_hooks import ModelHooks
 from drumline.core.group_monitor import GroupMonitor, MonitoredCommunicator, monitored_loading
 from drumline.core.mesh import ALIASES, Mesh, resolve_mesh
+from drumline.core.mixed_classes import mixed_class
 from drumline.errors import PeerLost, PlanError, RefusedUse
 from drumline.kv_cache.windows import give_back_prompts
 from drumline.planner.load_options import LoadOptions
@@ -167,17 +167,10 @@ def _as_mesh_model(
     monitor: GroupMonitor | None,
     stack: contextlib.ExitStack,
 ) -> Any:
-    kind: Any = type(model)
-    model.__class__ = _mesh_model_class(kind)
+    model.__class__ = mixed_class(type(model), MeshModel, type(model))
     model.mesh, model.loaded, model._monitor = mesh, stats, monitor
     model._leave = weakref.finalize(model, _leave, stack, monitor)
     return model
-
-
-@functools.cache  # transformers takes some time to make a class
-def _mesh_model_class(kind: type[Any]) -> type[Any]:
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (MeshModel, kind), names)
 
 
 def _leave(stack: contextlib.ExitStack, monitor: GroupMonitor | None) -> None:

@@ -184,13 +184,8 @@ def _free_nbytes_by_stage(
     by_rank = [by_place.get((rank, device), 0) for rank, device in enumerate(devices)]
     return {
         (stage, devices[first]): min(by_rank[r] for r in mesh.group(first, "tp", "dp_replicate"))
-        for stage, first in enumerate(first_ranks(mesh))
+        for stage, first in enumerate(mesh.group(0, "pp"))
     }
-
-
-def first_ranks(mesh: Mesh) -> tuple[int, ...]:
-    """By stage, the leader of its TP group, which sends to other stages."""
-    return mesh.group(0, "pp")
 
 
 def stages_of(model: Any, device_map: DeviceMap) -> dict[str, int]:
@@ -227,7 +222,7 @@ def _ring_comms(
 ) -> list[Communicator]:
     """The communicators of the leaders' ring, forward and back, and two more between their devices
     where there are such; none elsewhere, or if there is one TP group."""
-    firsts = first_ranks(mesh)
+    firsts = mesh.group(0, "pp")  # by stage, the leader of its TP group
     if len(firsts) == 1 or coor.rank not in firsts:
         return []
     return open_ring_communicators(_split(coor, firsts, stack), device, backend, stack)

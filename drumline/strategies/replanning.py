@@ -20,6 +20,7 @@ from typing import Any
 import launcher
 from coordinator import Coordinator, CoordinatorError, FailureReason, torch_private
 from drumline.core.group_monitor import monitored_loading
+from drumline.core.mixed_classes import mixed_class
 from drumline.errors import PeerLost, PlanError, WorkerExit
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import Memory
@@ -102,9 +103,7 @@ class Replanner:
 
     def _adopted(self, model: Any) -> Any:
         """The master's model, whose calls come to this object first."""
-        kind = type(model)
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        model.__class__ = type(kind.__name__, (ReplanningMixin, kind), names)
+        model.__class__ = mixed_class(type(model), ReplanningMixin, type(model))
         model._replanner = self
         _, leave, arguments, _ = model._leave.detach()
         model._leave = weakref.finalize(model, self._close, leave, *arguments)

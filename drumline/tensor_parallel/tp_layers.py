@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from communicator import Communicator
 from drumline.contact.loading.models import keep_experts_apart
+from drumline.core.mixed_classes import mixed_class
 from drumline.errors import PlanError
 from drumline.tensor_parallel import autograd_collectives as collectives
 from drumline.tensor_parallel import tp_plan
@@ -33,8 +34,8 @@ def insert_collectives(model: nn.Module, styles: Styles, comm: Communicator) -> 
     modules = dict(model.named_modules())
     alone = [name for name in modules if styles.get(name) == tp_plan.SEQUENCE_PARALLEL]
     for name, style in styles.items():
-        if name in modules and name not in alone:
-            modules[name].forward = _FORWARDS[style](modules[name], comm)
+        if name in modules and name not in alone and (make := _FORWARDS.get(style)):
+            modules[name].forward = make(modules[name], comm)
         if style == "mla_kv_a_proj" and name in modules:
             owner = modules[name.rpartition(".")[0]]
             modules[name].forward = _latent_column(modules[name], owner.qk_rope_head_dim, comm)
@@ -90,8 +91,7 @@ def _with_lookup(module: Any, look_up: Callable[..., torch.Tensor]) -> Callable[
     if kind.forward is nn.Embedding.forward:
         return look_up
     if not issubclass(kind, _ShardedTable):
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        module.__class__ = type(kind.__name__, (kind, _ShardedTable), names)
+        module.__class__ = mixed_class(kind, kind, _ShardedTable)
     plain = module.forward
 
     def noted(ids: torch.Tensor) -> torch.Tensor:
@@ -216,10 +216,6 @@ def _sequence_parallel(module: nn.Module, comm: Communicator) -> Callable[..., A
     return forward
 
 
-def _unchanged(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
-    return module.forward
-
-
 _FORWARDS: dict[str, Callable[[Any, Communicator], Callable[..., Any]]] = {
     "colwise": _column,
     "packed_colwise": _column,
@@ -231,14 +227,11 @@ _FORWARDS: dict[str, Callable[[Any, Communicator], Callable[..., Any]]] = {
     "rowwise_rep": _split_row,
     "embedding_rowwise": _embedding,
     "embedding_colwise": _embedding_columns,
-    "mla_kv_a_proj": _unchanged,
     "all_reduce": _reduced_output,
     "moe_identity_expert": _identity_expert,
     tp_plan.SEQUENCE_PARALLEL: _sequence_parallel,
     "moe_tp_experts": _sharded_experts,
     "ep_dispatch_experts": _expert_parallel,
-    "grouped_gemm": _unchanged,
     "replicated_with_grad_allreduce": collectives.with_reduced_gradients,
-    "replicate": _unchanged,
-    "local_params": _unchanged,
 }
+"""By style, what makes the forward of a module; that of other styles stays as it is."""

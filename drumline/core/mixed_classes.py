@@ -1,0 +1,20 @@
+"""Classes that are mixed with another one under the name of the first, so that nobody sees it.
+
+model.__class__ = mixed_class(type(model), MeshModel, type(model))
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def _mixed_class(kind: type[Any], *bases: type[Any]) -> type[Any]:
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, bases, names)
+
+
+mixed_class: Callable[..., type[Any]] = functools.cache(_mixed_class)
+"""mixed_class(kind, *bases): a class of these bases, `kind` among them, that has the name of
+`kind`. It is kept, as transformers takes some time to make one."""
