@@ -1,7 +1,7 @@
 """Offloaded weights, on disk or in CPU memory, prefetched layer by layer.
 
 places = {"layers.2": "cpu", "layers.3": "cpu"}  # modules by name, in the order in which they run
-prefetcher = make_prefetcher(model, places, torch.device("cuda:0"))
+prefetcher = make_prefetcher(model, places, torch.device("cuda:0"), on_disk)
 with prefetcher.loaded("layers.2"):  # layers.3 is on its way meanwhile
     hidden = model.layers[2](hidden)
 """
@@ -159,7 +159,7 @@ def make_prefetcher(
     model: nn.Module,
     places: Mapping[str, str],
     device: torch.device,
-    on_disk: Callable[[str, Tensors], DiskWeights] | None = None,
+    on_disk: Callable[[str, Tensors], DiskWeights],
 ) -> WeightPrefetcher | None:
     """The prefetcher of a rank for modules at `places` ("cpu" or "disk"); None for no modules.
 
@@ -167,11 +167,6 @@ def make_prefetcher(
     """
     away: dict[str, DiskWeights | CpuWeights] = {}
     for name, place in places.items():
-        module = model.get_submodule(name)
-        tensors = dict(named_tensors(module))
-        if place == "disk":
-            assert on_disk is not None
-            away[name] = on_disk(name, tensors)
-        else:
-            away[name] = CpuWeights(tensors)
+        tensors = dict(named_tensors(model.get_submodule(name)))
+        away[name] = on_disk(name, tensors) if place == "disk" else CpuWeights(tensors)
     return WeightPrefetcher(model, away, device) if away else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -106,19 +106,21 @@ def distribute(
             module.forward = RemoteModule(driver, name, module, rank, kinds[name])
             unsupported.make_read_only(module, name, rank, unrecorded, scale, tied)
         unsupported.show_device(model, model._first_device)
-        _fetch_outputs(model, remote, driver, unrecorded)
-        _fetch_inputs(model, remote)
+        _install_hooks(model, remote, driver, unrecorded)
         message_trace.trace_driver(model, driver)
     return model
 
 
-def _fetch_outputs(
+def _install_hooks(
     model: nn.Module,
     remote: Mapping[str, int],
     driver: PipelineDriver,
     unrecorded: unsupported.UnrecordedOutputs,
 ) -> None:
-    """Have the models around remote layers return plain tensors to the user."""
+    """Have the models around remote layers return plain tensors to the user.
+
+    Local modules with weights, such as a norm behind remote layers, are given plain ones: an
+    operation on a lazy tensor takes longer. Modules without weights may hand it on as it is."""
     checks = unsupported.PassChecks({name: model.get_submodule(name) for name in remote})
     model._pass_checks = checks  # type: ignore[assignment]
 
@@ -127,30 +129,18 @@ def _fetch_outputs(
         _refuse_unrecorded(unrecorded, model, module, kwargs)
         return fetched
 
+    dotted = {name[:at] for name in remote for at, letter in enumerate(name) if letter == "."}
+    around = dotted | {""} if remote else dotted
     for name, module in model.named_modules():
-        if name not in remote and any(
-            inner.startswith(f"{name}." if name else "") for inner in remote
-        ):
+        if name in remote:
+            continue
+        if name in around:
             module.register_forward_pre_hook(checks.check, with_kwargs=True)
             module.register_forward_pre_hook(driver.context.begin, with_kwargs=True)
             module.register_forward_hook(driver.context.end, always_call=True)
             module.register_forward_hook(give_output, with_kwargs=True)
-
-
-def _fetch_inputs(model: nn.Module, remote: Mapping[str, int]) -> None:
-    """Fetch the inputs of local modules with weights, such as a norm behind remote layers: an
-    operation on a lazy tensor takes longer. Modules without weights may hand it on as it is."""
-    around = {"", *(outer for name in remote for outer in _outer(name))}
-    for name, module in model.named_modules():
-        is_beside = name.rpartition(".")[0] in around and name not in around
-        if is_beside and name not in remote and any(True for _ in module.parameters()):
+        elif name.rpartition(".")[0] in around and any(True for _ in module.parameters()):
             module.register_forward_pre_hook(fetch_input)
-
-
-def _outer(name: str) -> Iterator[str]:
-    """The names of the modules around one, from the innermost."""
-    while name := name.rpartition(".")[0]:
-        yield name
 
 
 def _refuse_unrecorded(

@@ -169,9 +169,8 @@ def is_inside(name: str, others: Collection[str]) -> bool:
 def _entries(model: nn.Module) -> Iterator[str]:
     """The modules in the lists of a model that names no layers; its children without a list."""
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-    outer = [(name, m) for name, m in lists.items() if not is_inside(name, lists)]
-    stacks: list[tuple[str, nn.Module]] = [*outer] or [("", model)]
-    for name, module in stacks:
+    outer: dict[str, nn.Module] = {n: m for n, m in lists.items() if not is_inside(n, lists)}
+    for name, module in (outer or {"": model}).items():
         yield from _called(module, f"{name}." if name else "")
 
 

@@ -73,7 +73,9 @@ class TensorLayout:
         self.spec_bytes = b"".join(
             struct.pack(
                 f"<BB{len(shape)}I{len(order)}B",
-                *(DTYPE_CODES[dtype], len(shape) | _flags(order, on_device), *shape, *order),
+                DTYPE_CODES[dtype],
+                len(shape) | ORDERED * bool(order) | ON_DEVICE * on_device,
+                *(*shape, *order),
             )
             for dtype, shape, order, on_device in specs
         )
@@ -132,10 +134,6 @@ class TensorLayout:
             typed[dtype].as_strided(shape, strides, (start + offset) // dtype.itemsize)
             for dtype, shape, strides, offset, _ in self.parts
         ]
-
-
-def _flags(order: tuple[int, ...], on_device: bool) -> int:
-    return (ORDERED if order else 0) | (ON_DEVICE if on_device else 0)
 
 
 def _strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:

@@ -73,30 +73,25 @@ class StageCall:
     def cache_facts(self, before: list[LayerVersion]) -> tuple[list[Any], list[int], list[Any]]:
         """Of the layers of the cache that hold more than before: their index, tokens before, and
         tokens now; which of them cannot be cropped; the shapes of their keys and values."""
-        filled, layers = self._filled(before), self._cache_layers()
-        kept = [index for index, _, _ in filled if not cache_layers.is_croppable(layers[index])]
-        return filled, kept, [cache_layers.shapes(layers[index]) for index, _, _ in filled]
-
-    def _filled(self, before: list[LayerVersion]) -> list[tuple[int, int, int]]:
+        layers = self._cache_layers()
         pairs = itertools.zip_longest(before, self.layer_versions(), fillvalue=EMPTY_LAYER)
-        return [
+        filled = [
             (index, old.length, new.length)
             for index, (old, new) in enumerate(pairs)
             if new.length > old.length or new.has_state > old.has_state
         ]
+        kept = [index for index, _, _ in filled if not cache_layers.is_croppable(layers[index])]
+        return filled, kept, [cache_layers.shapes(layers[index]) for index, _, _ in filled]
 
-    def handed_on(self) -> list[torch.Tensor]:
-        """The tensors that the layer wrote into dicts, for later layers."""
+    def handed_on(self) -> list[dict[str, Any]]:
+        """The items that the layer wrote into each dict, for later layers."""
         pairs = zip(self.before, self.shared, strict=True)
-        values = [v for pair in pairs for v in pytree.changed_items(*pair).values()]
-        return [*held_tensors(values)]
+        return [pytree.changed_items(old, now) for old, now in pairs]
 
     def describe(
         self, value: Any, new: list[torch.Tensor], written: Sequence[int] = ()
     ) -> pytree.TreeSpec:
-        pairs = zip(self.before, self.shared, strict=True)
-        changed = [pytree.changed_items(old, now) for old, now in pairs]
-        output = pytree.flatten_output([value, *changed], self.inputs, new)
+        output = pytree.flatten_output([value, *self.handed_on()], self.inputs, new)
         new.extend(self.inputs[at] for at in written)
         return (*output, *[("written", at) for at in written])
 
@@ -190,7 +185,7 @@ class Stage:
             before = call.layer_versions() if step.is_new else []
             value = self.modules[step.module](*call.args, **call.kwargs)
             if step.is_new and call.shared:
-                self.ring.check_whole(call.handed_on(), step.module)
+                self.ring.check_whole([*held_tensors(call.handed_on())], step.module)
             written = call.written(inputs_before) if may_write else []
             output = step.output
             if output is None:

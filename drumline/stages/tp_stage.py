@@ -81,23 +81,20 @@ class StageGroup:
             )
 
     def _together(self, work: Callable[[], T], own_failure: str = "") -> T:
-        """The result of work, in which all ranks of the group take part."""
+        """The result of work, in which all ranks of the group take part.
+
+        A rank that does not do it with its group is reported to all ranks of the model."""
         try:
             return work()
         except DrumlineError as error:
             self.monitor.raise_cause(error)
-            raise self._desynchronised(own_failure or str(error)) from error
-
-    def _desynchronised(self, why: str) -> PeerLost:
-        """The error for a step that this rank does not do with its group; reported to all ranks."""
-        layers = self.monitor.layers_by_rank[self.rank]
-        coor = self.monitor.coor
-        coor.report_failure(coor.rank, f"is desynchronised from its TP group: {why}")
-        return PeerLost(
-            f"{self.coor.rank_name()}: the ranks {list(self.coor.ranks)}, which "
-            f"hold {layers} each, are desynchronised, so the model cannot run any longer. Start "
-            f"all ranks again.\nThis rank failed first: {why}"
-        )
+            why, coor = own_failure or str(error), self.monitor.coor
+            coor.report_failure(coor.rank, f"is desynchronised from its TP group: {why}")
+            raise PeerLost(
+                f"{self.coor.rank_name()}: the ranks {list(self.coor.ranks)}, which hold "
+                f"{self.monitor.layers_by_rank[self.rank]} each, are desynchronised, so the model "
+                f"cannot run any longer. Start all ranks again.\nThis rank failed first: {why}"
+            ) from error
 
 
 class _BroadcastCommunicator:

@@ -30,7 +30,7 @@ from drumline.kv_cache.windows import give_back_prompts
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.model_profile import layer_names
 from drumline.strategies.opening import open_for_mesh
-from drumline.tensor_parallel.sharded_model import ShardedModel, shard_checkpoint
+from drumline.tensor_parallel.sharded_model import ShardedModel, shard_checkpoint, shrink
 from drumline.tensor_parallel.synced_generation import (
     same_samples_on_all_ranks,
     same_stopping_on_all_ranks,
@@ -121,7 +121,7 @@ def _planned(
     """The empty model, sharded along the mesh, and what this rank is to read of it."""
     sharded = shard_checkpoint(coor, checkpoint, mesh, options)
     if mesh.axis_size("dp_shard") > 1:
-        sharded.shrink(mesh, coor.rank)
+        shrink(sharded.model, sharded.splits, mesh, coor.rank)
         _shard_over_data(sharded.model, options.mesh)
     return sharded, sharded.plan(mesh, coor.rank)
 

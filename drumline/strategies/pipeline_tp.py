@@ -44,7 +44,7 @@ from drumline.strategies.serve_stage import (
     open_ring_communicators,
     serve_and_exit,
 )
-from drumline.tensor_parallel.sharded_model import ShardedModel, shard_checkpoint
+from drumline.tensor_parallel.sharded_model import ShardedModel, shard_checkpoint, shrink
 from drumline.tensor_parallel.tp_layers import insert_collectives
 from drumline.timings import TIMINGS
 
@@ -134,7 +134,7 @@ def _checked_mesh(options: LoadOptions, world_size: int) -> Mesh:
 def _plan(coor: Coordinator, mesh: Mesh, sharded: ShardedModel, options: LoadOptions) -> DeviceMap:
     """The layers of each stage, the same on every rank. Collective."""
     mode = "auto" if options.device_map in (None, "meta") else options.device_map
-    sharded.shrink(mesh, 0)
+    shrink(sharded.model, sharded.splits, mesh, 0)
     parts, model = profile_model(sharded.model), sharded.model
     if options.length:
         sizes = (options.pass_batch, options.length)

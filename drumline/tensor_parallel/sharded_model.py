@@ -47,10 +47,6 @@ class ShardedModel:
     files: CheckpointFiles
     sources: WeightSources
 
-    def shrink(self, mesh: Mesh, rank: int) -> None:
-        """Make every tensor on meta as small as the part of `rank`."""
-        shrink(self.model, self.splits, mesh, rank)
-
     def plan(
         self, mesh: Mesh, rank: int, only: Mapping[str, Mapping[str, int]] | None = None
     ) -> LoadPlan:
@@ -99,6 +95,7 @@ def shard_checkpoint(
 def shrink(
     model: nn.Module, splits: Mapping[str, tuple[ShardSpec, ...]], mesh: Mesh, rank: int
 ) -> None:
+    """Make every tensor of a model on meta as small as the part of `rank`."""
     sharded: dict[int, torch.Tensor] = {}
     for name, p in model.named_parameters():
         if splits[name]:
