@@ -54,10 +54,13 @@ class MicrobatchMixin:
     device_map: Any
     config: Any
     generation_config: Any
+    _batched_ranks: Any
     _pass_checks: PassChecks
     _driver: PipelineDriver | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if "_batched_ranks" in self.__dict__:  # a manager of batches may be gone without a stop()
+            self._batched_ranks.release_attention()
         if self._driver is not None:
             kwargs = without_tokenizers(kwargs)
         try:

@@ -256,11 +256,6 @@ class PagedGenerationMixin:
     def _batched_ranks(self) -> BatchedRanks:
         return BatchedRanks(self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if "_batched_ranks" in self.__dict__:  # a manager may be gone without a stop()
-            self._batched_ranks.release_attention()
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]
-
     def init_continuous_batching(
         self,
         generation_config: Any = None,
