@@ -34,8 +34,8 @@ def insert_collectives(model: nn.Module, styles: Styles, comm: Communicator) -> 
     modules = dict(model.named_modules())
     alone = [name for name in modules if styles.get(name) == tp_plan.SEQUENCE_PARALLEL]
     for name, style in styles.items():
-        if name in modules and name not in alone and (make := _FORWARDS.get(style)):
-            modules[name].forward = make(modules[name], comm)
+        if name in modules and name not in alone and style not in UNCHANGED:
+            modules[name].forward = _FORWARDS[style](modules[name], comm)
         if style == "mla_kv_a_proj" and name in modules:
             owner = modules[name.rpartition(".")[0]]
             modules[name].forward = _latent_column(modules[name], owner.qk_rope_head_dim, comm)
@@ -234,4 +234,6 @@ _FORWARDS: dict[str, Callable[[Any, Communicator], Callable[..., Any]]] = {
     "ep_dispatch_experts": _expert_parallel,
     "replicated_with_grad_allreduce": collectives.with_reduced_gradients,
 }
-"""By style, what makes the forward of a module; that of other styles stays as it is."""
+"""By style, what makes the forward of a module."""
+UNCHANGED = ("mla_kv_a_proj", "grouped_gemm", "replicate", "local_params")
+"""Styles whose modules keep their forward."""
