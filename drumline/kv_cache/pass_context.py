@@ -12,6 +12,8 @@ import torch
 from drumline.contact.caches import Cache, iter_caches
 from drumline.kv_cache.proxy import came_filled
 
+NO_PASS: Any = (lambda: None), ()
+
 
 class PassContext(threading.local):
     """The pass of each thread.
@@ -22,15 +24,15 @@ class PassContext(threading.local):
 
     shape: tuple[int, int] | None = None
     wants_hidden_states = False
-    # The outermost model, and its caches that came filled. An interrupt may leave them here.
-    _model: Callable[[], Any] = staticmethod(lambda: None)
-    _came_filled: tuple[weakref.ref[Cache], ...] = ()
+    # The outermost model, and its caches that came filled. An interrupt may leave them here, so
+    # they are set and deleted together.
+    _pass: tuple[Callable[[], Any], tuple[weakref.ref[Cache], ...]] = NO_PASS
 
     def begin(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Remember what a model of this thread is called with, and its caches that came filled."""
-        if self._model() in (None, model):  # itself if the last pass was interrupted
-            self._model, caches = weakref.ref(model), iter_caches((args, kwargs))
-            self._came_filled = tuple(map(weakref.ref, filter(came_filled, caches)))
+        if self._pass[0]() in (None, model):  # itself if the last pass was interrupted
+            filled = filter(came_filled, iter_caches((args, kwargs)))
+            self._pass = weakref.ref(model), tuple(map(weakref.ref, filled))
         if "output_hidden_states" in kwargs:
             self.wants_hidden_states = bool(kwargs["output_hidden_states"])
         for tensor in (*args[:1], kwargs.get("inputs_embeds"), kwargs.get("input_ids")):
@@ -38,13 +40,13 @@ class PassContext(threading.local):
                 self.shape = tensor.shape[0], tensor.shape[1]
 
     def end(self, model: Any, *_: Any) -> None:
-        if self._model() is model:
-            del self._model, self._came_filled
+        if self._pass[0]() is model:
+            self._pass = NO_PASS
 
     def __deepcopy__(self, memo: Any) -> PassContext:
         return self
 
     def came_empty(self, cache: Cache) -> bool:
         """True if this thread is in a pass, and the cache was empty when that began."""
-        is_in_pass = self._model() is not None
-        return is_in_pass and all(cache is not filled() for filled in self._came_filled)
+        outermost, filled = self._pass
+        return outermost() is not None and all(cache is not reference() for reference in filled)
