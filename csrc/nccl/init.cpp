@@ -21,6 +21,18 @@ std::vector<int> read_ranks(const char* text) {
     return ranks;
 }
 
+// The communicator of the handle at an address, which is 0 once it is closed.
+std::shared_ptr<NcclCommunicator> revoked_parent(const NcclCommunicator& child, const char* text) {
+    auto handle = reinterpret_cast<comm_t>(std::strtoull(text, nullptr, 0));
+    auto* parent = plugin::from_handle<NcclCommunicator>(handle);
+    if (parent == nullptr || !(*parent)->revoked.load(std::memory_order_acquire))
+        throw child.failure(
+            COMM_INVALID_USAGE,
+            "shrink_of= takes a communicator that was made with revoke=True and has lost a peer. "
+            "This one could not be revoked, or is closed. Leave shrink_of= out");
+    return *parent;
+}
+
 // Applies "key=value"; false if there is no such key.
 bool apply_option(NcclCommunicator& communicator, const std::string& key, const char* value,
                   std::string* path) {
@@ -35,8 +47,7 @@ bool apply_option(NcclCommunicator& communicator, const std::string& key, const 
     else if (key == "revoke")
         communicator.revokes = std::strcmp(value, "1") == 0;
     else if (key == "parent")
-        communicator.parent = *plugin::from_handle<NcclCommunicator>(
-            reinterpret_cast<comm_t>(std::strtoull(value, nullptr, 0)));
+        communicator.parent = revoked_parent(communicator, value);
     else if (key == "excluded")
         communicator.excluded = read_ranks(value);
     else
@@ -99,10 +110,6 @@ void NcclCommunicator::open_library(const comm_init_args& args) {
         throw failure(COMM_UNSUPPORTED, nccl_not_supported(nccl, "revoke", FIRST_REVOKE));
     if (parent != nullptr && nccl.CommShrink == nullptr)
         throw failure(COMM_UNSUPPORTED, nccl_not_supported(nccl, "shrink_of", FIRST_SHRINK));
-    if (parent != nullptr && !parent->revoked.load(std::memory_order_acquire))
-        throw failure(COMM_INVALID_USAGE,
-                      "shrink_of= takes a communicator that was made with revoke=True and has lost "
-                      "a peer. This one could not be revoked, or is closed. Leave shrink_of= out");
 }
 
 void NcclCommunicator::find_device(const comm_init_args& args) {

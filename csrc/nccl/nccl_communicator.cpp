@@ -60,7 +60,7 @@ void NcclCommunicator::wait_for_nccl(const char* call, NcclResult code) {
     wait_for_nccl(call, code, comm);
 }
 
-void NcclCommunicator::wait_for_nccl(const char* call, NcclResult code, NcclComm asked) {
+void NcclCommunicator::wait_for_nccl(const char* call, NcclResult code, NcclComm reporter) {
     if (blocking) {
         if (code != COMM_OK) throw nccl_failure(call, code);
         return;
@@ -68,7 +68,7 @@ void NcclCommunicator::wait_for_nccl(const char* call, NcclResult code, NcclComm
     auto deadline = Clock::now() + timeout;
     for (int attempt = 0; code == COMM_OK || code == COMM_IN_PROGRESS; ++attempt) {
         NcclResult state = COMM_OK;
-        code = nccl.CommGetAsyncError(asked, &state);
+        code = nccl.CommGetAsyncError(reporter, &state);
         if (code == COMM_OK && state == COMM_OK) return;
         if (code == COMM_OK) code = state;
         if (code != COMM_IN_PROGRESS) break;

@@ -102,8 +102,8 @@ struct NcclCommunicator : std::enable_shared_from_this<NcclCommunicator> {
     void check_device(const char* call, int code) const;
     // Waits until NCCL has done what `code` is the answer to: at once, unless it was put off.
     void wait_for_nccl(const char* call, NcclResult code);
-    // The same for a call whose progress NCCL reports with `asked`.
-    void wait_for_nccl(const char* call, NcclResult code, NcclComm asked);
+    // The same for a call whose progress NCCL reports with `reporter`.
+    void wait_for_nccl(const char* call, NcclResult code, NcclComm reporter);
     // Ends what runs, in the background if that takes long; the communicator can then be shrunk.
     void revoke_in_background();
     // Ends the communicator by force, in the background if that takes long.

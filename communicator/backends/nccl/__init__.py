@@ -26,7 +26,7 @@ from communicator.backends.nccl.exit_notice import ExitNotice
 from communicator.backends.nccl.given_stream import GivenStream
 from communicator.backends.nccl.nccl_library import NcclLibrary
 from communicator.backends.nccl.oneshot import Algorithm, Oneshot, is_aligned, select_algorithm
-from communicator.backends.nccl.ras import ras_status
+from communicator.backends.nccl.ras import ras_text
 from communicator.backends.nccl.registered_memory import RegisteredMemory
 from communicator.backends.nccl.watchdog import Watchdog
 from communicator.backends.plugin import LibraryCalls, PluginBackend
@@ -266,7 +266,7 @@ class Nccl(PluginBackend):
         try:
             self._await_stream(self._stream, timeout_s)
         except CommunicatorTimeout as error:
-            raise self.with_dead_peers(error) from error
+            raise with_text(error, f"{error}{ras_text(self._ras_address)}") from error
         self.check()
 
     def check(self) -> None:
@@ -298,8 +298,8 @@ class Nccl(PluginBackend):
             return self._end_error()
         lost = self._await_lost_peers()
         text = f"{error}{describe_lost(lost)}"
-        if self._ras_address and isinstance(error, CommunicatorTimeout):
-            text += f"\n{ras_status(self._ras_address)}"
+        if isinstance(error, CommunicatorTimeout):
+            text += ras_text(self._ras_address)
         return PeerLost(text, lost) if isinstance(error, PeerLost) else with_text(error, text)
 
     def _end_error(self) -> PeerLost:

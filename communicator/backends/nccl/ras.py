@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import socket
+import time
 
 from communicator import timings
 
 MAX_NBYTES = 8192  # of an answer: its first lines sum it up
 
 
-def ras_status(address: str) -> str:
-    """RAS's answer to "verbose status", or why there is none. Blocks for ras_s at most a read.
+def ras_text(address: str | None) -> str:
+    """For the end of an error, RAS's answer to "verbose status", or why there is none.
 
-    address: as in NCCL_RAS_ADDR, "localhost:28028".
+    address: as in NCCL_RAS_ADDR, "localhost:28028"; without one there is nothing to add. Blocks for
+    ras_s at most.
     """
+    if address is None:
+        return ""
+    deadline = time.monotonic() + timings.TIMINGS.ras_s
     host, _, port = address.rpartition(":")
     answer = b""
     try:
@@ -22,7 +27,8 @@ def ras_status(address: str) -> str:
             connection.sendall(b"verbose status\n")
             while len(answer) < MAX_NBYTES and (part := connection.recv(MAX_NBYTES)):
                 answer += part
+                connection.settimeout(max(deadline - time.monotonic(), 0.001))
     except (OSError, ValueError) as error:
         if not answer:
-            return f"NCCL's RAS at {address} did not answer: {error}"
-    return f"NCCL's RAS at {address} says:\n{answer[:MAX_NBYTES].decode(errors='replace')}"
+            return f"\nNCCL's RAS at {address} did not answer: {error}"
+    return f"\nNCCL's RAS at {address} says:\n{answer[:MAX_NBYTES].decode(errors='replace')}"

@@ -160,9 +160,9 @@ def test_a_revoked_communicator_is_shrunk_to_the_ranks_that_are_left(path, ranks
             return new.rank, new.world_size
 
     assert ranks(body, 3) == [(0, 2), None, (1, 2)]
-    asked = Counter(line.split()[0] for line in log_of(path))
-    assert asked["CommInitRankConfig"] == asked["CommRevoke"] == asked["CommAbort"] == 3
-    assert asked["CommShrink"] == asked["CommFinalize"] == asked["CommDestroy"] == 2
+    calls = Counter(line.split()[0] for line in log_of(path))
+    assert calls["CommInitRankConfig"] == calls["CommRevoke"] == calls["CommAbort"] == 3
+    assert calls["CommShrink"] == calls["CommFinalize"] == calls["CommDestroy"] == 2
 
 
 def test_a_library_that_cannot_revoke_is_refused_on_every_rank(tmp_path, ranks):
@@ -190,6 +190,8 @@ def test_where_revoking_fails_the_communicator_is_aborted_and_cannot_be_shrunk(t
                 Communicator._of(Nccl, alone, library=library, shrink_of=old)
             with pytest.raises(PeerLost, match="a peer died"):
                 old.close()
+            with pytest.raises(CommunicatorError, match="could not be revoked, or is closed"):
+                Communicator._of(Nccl, alone, library=library, shrink_of=old)
         return True
 
     assert ranks(body, 2) == [True, True]
