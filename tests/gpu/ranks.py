@@ -313,6 +313,51 @@ def absent_rank(coor: Coordinator, mode: str = "waiting") -> list[str | float]:
     return [said, took_s]
 
 
+def shrunk(coor: Coordinator, mode: str = "waiting") -> list[Any]:
+    """The last rank dies while the others wait for it on the GPU; those go on without it."""
+    options = {"device": 0, "checked_calls": 0, "blocking": mode == "blocking"}
+    comm = Communicator._of(Nccl, coor, revoke=True, **options)
+    comm.allreduce(torch.ones(10, device=GPU))
+    comm.synchronize()
+    coor.barrier()
+    if coor.rank == coor.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    comm.allreduce(torch.ones(10, device=GPU))
+    said = _told(lambda: comm.synchronize(SOON_S))
+    lost_s = time.monotonic() - start
+    part = Coordinator(coor.survivors(), timeout_s=60)
+    start = time.monotonic()
+    new = Communicator._of(Nccl, part, shrink_of=comm, **options)
+    shrunk_s = time.monotonic() - start
+    tensor = new.allreduce(torch.ones(1024, device=GPU))
+    new.synchronize(SOON_S)
+    new.close()
+    closed = _told(comm.close)
+    torch.cuda.synchronize()
+    _leave([said, lost_s, shrunk_s, new.world_size, tensor.mean().item(), closed])
+    return []
+
+
+def absent_rank_and_ras(coor: Coordinator, port: str) -> str:
+    """The last rank does not make the call, and the error of the others has what RAS says."""
+    address = f"127.0.0.1:{port}"
+    os.environ |= {"NCCL_RAS_ENABLE": "1", "NCCL_RAS_ADDR": address}
+    comm = Communicator._of(Nccl, coor, device=0, checked_calls=0, ras=address)
+    comm.allreduce(torch.ones(10, device=GPU))
+    comm.synchronize()
+    said = ""
+    if coor.rank != coor.world_size - 1:
+        comm.allreduce(torch.ones(10, device=GPU))
+        said = _told(lambda: comm.synchronize(2.0))
+        comm.abort()
+        torch.cuda.synchronize()
+    coor.barrier()
+    comm.abort()
+    comm.close()
+    return said
+
+
 def oneshot_sums(coor: Coordinator) -> list[str]:
     """The one-shot kernel of each process, on arenas that the processes map by CUDA IPC."""
     with Communicator._of(Nccl, coor, device=0, oneshot=True) as comm:

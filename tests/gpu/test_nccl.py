@@ -3,6 +3,8 @@
 The short tests come first: whoever has the GPU for minutes only learns most from them.
 """
 
+import socket
+
 import pytest
 import torch
 
@@ -113,6 +115,24 @@ def test_a_rank_that_stays_away_is_a_timeout_and_abort_frees_the_gpu(mode):
     found = run("absent_rank", 2, mode)
     assert "not done in time" in found[0][0]
     assert found[0][1] < 20
+
+
+@pytest.mark.parametrize("mode", ["waiting", "blocking"])
+def test_the_ranks_that_are_left_shrink_a_revoked_communicator_and_go_on(mode):
+    ended = finish(start("shrunk", 3, mode))
+    assert ended[2][0] == -9
+    for code, text in ended[:2]:
+        assert code == 0, text
+        said, lost_s, shrunk_s, world_size, mean, closed = result_of(text)
+        assert "rank 2" in said and lost_s < 20 and shrunk_s < 20, said
+        assert (world_size, mean, closed) == (2, 2.0, "nothing")
+
+
+def test_the_error_of_a_hang_has_what_ras_says():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    said = run("absent_rank_and_ras", 2, str(port))[0]
+    assert "not done in time" in said and "says:" in said and "NCCL" in said.split("says:")[1], said
 
 
 def test_calls_follow_torchs_stream_without_a_wait_of_the_host():
