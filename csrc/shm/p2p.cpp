@@ -197,7 +197,8 @@ void ShmCommunicator::sleep_until_doorbell(std::vector<P2pTransfer>& transfers, 
     if (moved || progress(transfers)) return;
     for (const P2pTransfer& transfer : transfers) {
         if (transfer.finished) continue;
-        check_peer(transfer.peer, describe(transfer));
+        check_peer(transfer.peer, describe(transfer), [&] { return moved = progress(transfers); });
+        if (moved) return;
         check_deadline(describe(transfer), describe_peer(transfer.peer));
     }
 }

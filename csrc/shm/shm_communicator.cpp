@@ -210,7 +210,7 @@ void ShmCommunicator::check_not_given_up(int peer) {
     uint32_t state = block.identity.state.load(std::memory_order_seq_cst);
     if ((state == failed || state == timed_out) &&
         block.progress.call_number.load(std::memory_order_relaxed) == call_number_)
-        check_peer(peer, describe_current_call());
+        check_peer(peer, describe_current_call(), [] { return false; });
 }
 
 void ShmCommunicator::await_step(int peer) {
@@ -250,8 +250,9 @@ void ShmCommunicator::sleep_until_step(int peer) {
         awaited.num_sleepers.value.fetch_sub(1, std::memory_order_seq_cst);
         std::string missing;
         for (int other = 0; other < nranks; ++other) {
-            if (has_reached(segment_.block(other).progress.step, step_)) continue;
-            check_peer(other, describe_current_call());
+            auto is_done = [&] { return has_reached(segment_.block(other).progress.step, step_); };
+            if (is_done()) continue;
+            check_peer(other, describe_current_call(), is_done);
             missing += (missing.empty() ? "" : ", ") + describe_peer(other);
         }
         if (!missing.empty()) check_deadline(describe_current_call(), missing);
@@ -428,11 +429,13 @@ const char* ShmCommunicator::describe_end(int peer) const {
     }
 }
 
-// A peer that stopped may have done so because another died, which is then the first cause.
-void ShmCommunicator::check_peer(int peer, const std::string& doing) {
+// A peer that stopped may have done so because another died, which is then the first cause. Or it
+// did its part and closed since the caller looked, so `is_done` looks again.
+void ShmCommunicator::check_peer(int peer, const std::string& doing,
+                                 const std::function<bool()>& is_done) {
     if (aborted_.load(std::memory_order_relaxed)) throw_aborted(doing);
     const char* end = describe_end(peer);
-    if (end == nullptr) return;
+    if (end == nullptr || is_done()) return;
     std::string text = rank_prefix() + describe_peer(peer) + " " + end + " while rank " +
                        std::to_string(rank) + " waited for it in " + doing;
     for (int other = 0; other < nranks; ++other)

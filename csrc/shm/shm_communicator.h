@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -218,7 +219,7 @@ class ShmCommunicator {
     [[noreturn]] void throw_aborted(const std::string& doing) const;
     void start_deadline();
     const char* describe_end(int peer) const;  // nullptr if it still takes part
-    void check_peer(int peer, const std::string& doing);
+    void check_peer(int peer, const std::string& doing, const std::function<bool()>& is_done);
     void check_deadline(const std::string& doing, const std::string& missing);
     std::string describe_current_call() const;
     std::string describe_peer(int peer) const;
