@@ -25,11 +25,11 @@ std::vector<int> read_ranks(const char* text) {
 std::shared_ptr<NcclCommunicator> revoked_parent(const NcclCommunicator& child, const char* text) {
     auto handle = reinterpret_cast<comm_t>(std::strtoull(text, nullptr, 0));
     auto* parent = plugin::from_handle<NcclCommunicator>(handle);
-    if (parent == nullptr || !(*parent)->revoked.load(std::memory_order_acquire))
-        throw child.failure(
-            COMM_INVALID_USAGE,
-            "shrink_of= takes a communicator that was made with revoke=True and has lost a peer. "
-            "This one could not be revoked, or is closed. Leave shrink_of= out");
+    if (parent == nullptr)
+        throw child.failure(COMM_INVALID_USAGE,
+                            "shrink_of= takes a communicator that has lost a peer, before it is "
+                            "closed. Leave shrink_of= out");
+    (*parent)->check_revoked(child);
     return *parent;
 }
 
@@ -122,6 +122,7 @@ void NcclCommunicator::find_device(const comm_init_args& args) {
 void NcclCommunicator::shrink_parent(NcclConfig* config) {
     auto shrunk = std::make_unique<NcclComm>(nullptr);  // NCCL fills it in later
     std::lock_guard<std::timed_mutex> lock(parent->mutex);
+    if (parent->comm == nullptr) throw aborted_failure();
     NcclResult code =
         nccl.CommShrink(parent->comm, excluded.data(), static_cast<int>(excluded.size()),
                         shrunk.get(), config, NCCL_SHRINK_DEFAULT);

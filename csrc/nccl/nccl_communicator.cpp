@@ -86,19 +86,37 @@ void NcclCommunicator::wait_for_nccl(const char* call, NcclResult code, NcclComm
 }
 
 void NcclCommunicator::revoke_in_background() {
-    auto self = shared_from_this();
     auto deadline = Clock::now() + ABORT_WAIT;
-    run_bounded(deadline, [self, deadline] {
-        NcclResult code = self->nccl.CommRevoke(self->comm, NCCL_REVOKE_DEFAULT);
+    auto answer = std::make_shared<std::atomic<NcclResult>>(COMM_IN_PROGRESS);
+    NcclComm ending = comm;
+    auto self = shared_from_this();
+    run_bounded(deadline, [self, ending, answer, deadline] {
+        NcclResult code = self->nccl.CommRevoke(ending, NCCL_REVOKE_DEFAULT);
         for (int attempt = 0; code == COMM_IN_PROGRESS && Clock::now() < deadline; ++attempt) {
             back_off(attempt);
             NcclResult state = COMM_OK;
-            code = self->nccl.CommGetAsyncError(self->comm, &state);
+            code = self->nccl.CommGetAsyncError(ending, &state);
             if (code == COMM_OK) code = state;
         }
-        self->revoked.store(code == COMM_OK, std::memory_order_release);
-        if (code != COMM_OK) self->abort_in_background();
+        answer->store(code, std::memory_order_release);
     });
+    NcclResult code = answer->load(std::memory_order_acquire);
+    if (code != COMM_OK) abort_in_background();
+    revoke_code.store(code == COMM_IN_PROGRESS ? COMM_TIMEOUT : code, std::memory_order_release);
+}
+
+void NcclCommunicator::check_revoked(const NcclCommunicator& child) {
+    auto deadline = Clock::now() + 2 * ABORT_WAIT;
+    NcclResult code = COMM_IN_PROGRESS;
+    for (int attempt = 0; code == COMM_IN_PROGRESS && Clock::now() < deadline; ++attempt) {
+        back_off(attempt);
+        code = revokes ? revoke_code.load(std::memory_order_acquire) : COMM_INVALID_USAGE;
+    }
+    if (code != COMM_OK)
+        throw child.failure(COMM_INVALID_USAGE,
+                            "shrink_of= takes a communicator that was made with revoke=True and "
+                            "has lost a peer. This one could not be revoked: " +
+                                std::string(nccl.GetErrorString(code)) + ". Leave shrink_of= out");
 }
 
 void NcclCommunicator::abort_in_background() {

@@ -106,6 +106,8 @@ struct NcclCommunicator : std::enable_shared_from_this<NcclCommunicator> {
     void wait_for_nccl(const char* call, NcclResult code, NcclComm reporter);
     // Ends what runs, in the background if that takes long; the communicator can then be shrunk.
     void revoke_in_background();
+    // Waits for the thread that revokes this communicator; throws the child's failure if it cannot.
+    void check_revoked(const NcclCommunicator& child);
     // Ends the communicator by force, in the background if that takes long.
     void abort_in_background();
 
@@ -132,7 +134,7 @@ struct NcclCommunicator : std::enable_shared_from_this<NcclCommunicator> {
     NcclStream fixed_stream = nullptr;  // NULL: the caller's
     int max_ctas = INT_MIN;
     bool revokes = false;  // when it ends before its time, so that it can be shrunk
-    std::atomic<bool> revoked{false};
+    std::atomic<NcclResult> revoke_code{COMM_IN_PROGRESS};
     std::shared_ptr<NcclCommunicator> parent;  // a revoked one, of which this is what is left
     std::vector<int> excluded;                 // its ranks that are not in this one
     std::timed_mutex mutex;                    // held while NCCL works for this communicator

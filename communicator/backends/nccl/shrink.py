@@ -15,7 +15,8 @@ def options(backend: PluginBackend, old: Any) -> dict[str, Any]:
     """
     left = backend.coor.allgather_object(old.rank)
     excluded = sorted({*range(old.world_size)} - {*left})
-    if old.backend != backend.name or left != sorted(left) or not excluded:
+    is_shrinkable = old.backend == backend.name and excluded and left == sorted(left)
+    if not is_shrinkable or old._backend.is_usable():
         raise CommunicatorError(
             f"{backend._me}: shrink_of= takes a Communicator over {backend.name} that has lost "
             f"peers, on the ranks that are left, in its order; these are its ranks {left} of "

@@ -172,6 +172,9 @@ int ncclCommSplit(Comm* comm, int color, int key, Comm** child, void* config) {
 #ifndef NO_REVOKE
 int ncclCommRevoke(Comm* comm, int flags) {
     ask(comm, __func__);
+#ifdef REVOKE_TAKES
+    sleep(REVOKE_TAKES);
+#endif
     note("CommRevoke flags=%d", flags);
     comm->polls = num_polls;
     comm->state = comm->spins = 0;

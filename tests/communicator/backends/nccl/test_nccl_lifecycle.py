@@ -141,7 +141,10 @@ def lose(comm, rank):
         time.sleep(0.02)
 
 
-def test_a_revoked_communicator_is_shrunk_to_the_ranks_that_are_left(path, ranks):
+@pytest.mark.parametrize("flags", [(), ("REVOKE_TAKES=2",)])
+def test_a_revoked_communicator_is_shrunk_to_the_ranks_that_are_left(flags, tmp_path, ranks):
+    path = str(nccl_host.compile_stand_in(tmp_path, *flags))
+
     def body(info):
         with Coordinator(info, timeout_s=20) as coor, contextlib.ExitStack() as stack:
             options = {"library": path, "revoke": True}
@@ -186,11 +189,11 @@ def test_where_revoking_fails_the_communicator_is_aborted_and_cannot_be_shrunk(t
         with Coordinator(info, timeout_s=20) as coor, coor.split([info.rank]) as alone:
             old = Communicator._of(Nccl, coor, library=library, revoke=True)
             lose(old, 1 - info.rank)
-            with pytest.raises(CommunicatorError, match="could not be revoked, or is closed"):
+            with pytest.raises(CommunicatorError, match="could not be revoked: stand-in error"):
                 Communicator._of(Nccl, alone, library=library, shrink_of=old)
             with pytest.raises(PeerLost, match="a peer died"):
                 old.close()
-            with pytest.raises(CommunicatorError, match="could not be revoked, or is closed"):
+            with pytest.raises(CommunicatorError, match="before it is closed"):
                 Communicator._of(Nccl, alone, library=library, shrink_of=old)
         return True
 
