@@ -313,20 +313,26 @@ def absent_rank(coor: Coordinator, mode: str = "waiting") -> list[str | float]:
     return [said, took_s]
 
 
-def shrunk(coor: Coordinator, mode: str = "waiting") -> list[Any]:
-    """The last rank dies while the others wait for it on the GPU; those go on without it."""
+def shrunk(coor: Coordinator, mode: str, fault: str) -> list[Any]:
+    """The last rank stays away or dies while the others wait for it on the GPU; those go on
+    without it."""
     options = {"device": 0, "checked_calls": 0, "blocking": mode == "blocking"}
     comm = Communicator._of(Nccl, coor, revoke=True, **options)
     comm.allreduce(torch.ones(10, device=GPU))
     comm.synchronize()
     coor.barrier()
-    if coor.rank == coor.world_size - 1:
+    last = coor.world_size - 1
+    if coor.rank == last and fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    start = time.monotonic()
-    comm.allreduce(torch.ones(10, device=GPU))
-    said = _told(lambda: comm.synchronize(SOON_S))
+    start, said = time.monotonic(), ""
+    if coor.rank != last:
+        comm.allreduce(torch.ones(10, device=GPU))
+        said = _told(lambda: comm.synchronize(2.0 if fault == "absent" else SOON_S))
+        comm.abort()
     lost_s = time.monotonic() - start
-    part = Coordinator(coor.survivors(), timeout_s=60)
+    part = Coordinator(coor.survivors()) if fault == "killed" else coor.split([*range(last)])
+    if part is None:
+        _leave([])
     start = time.monotonic()
     new = Communicator._of(Nccl, part, shrink_of=comm, **options)
     shrunk_s = time.monotonic() - start
