@@ -123,11 +123,11 @@ class Nccl(PluginBackend):
     oneshot: sum small tensors by a kernel of our own (oneshot.py). Unsupported on every rank if
         one of them cannot.
     revoke: once a peer is lost, revoke NCCL's communicator instead of aborting it, so that the
-        ranks that are left can make theirs with shrink_of=. Never run on a GPU.
+        ranks that are left can make theirs with shrink_of=. Not yet seen to succeed on a GPU.
     shrink_of: a Communicator with revoke=True that has lost peers, in place of a new rendezvous of
         NCCL's. The ranks are those of it that are left, in its order.
     ras: where NCCL's RAS listens, as in NCCL_RAS_ADDR ("localhost:28028"): what it answers is added
-        to the error of a hang. Never run on a GPU.
+        to the error of a hang.
     checked_calls: how many of the first collectives are compared over the Coordinator before they
         are enqueued (32; 0 for none): each waits for the slowest rank. None while captured.
 
