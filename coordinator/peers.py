@@ -83,7 +83,13 @@ class Peer:
 
     def is_known_dead(self) -> bool:
         """True if the process ran on this host, and no longer does; False if it cannot be seen."""
-        return self.is_visible and start_ticks(self.pid) != (self.start_ticks or None)
+        if not self.is_visible:
+            return False
+        stat = linux.process_stat(self.pid)
+        if stat is None and self.start_ticks:  # gone, or this process has no descriptor to read it
+            return not linux.send_signal(self.pid, 0)
+        ticks = stat.start_time if stat is not None and stat.is_alive else None
+        return ticks != (self.start_ticks or None)
 
 
 def _visible_pids() -> str:

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdio.h>
 #include <sys/mman.h>
 #include <sys/random.h>
@@ -37,7 +38,7 @@ std::string read_link(const char* path) {
 }
 
 struct ProcessStatus {
-    char state = 0;  // 0 if there is no such process
+    char state = 0;  // 0 if there is no such process, or no descriptor to read of it
     uint64_t start_time = 0;
 };
 
@@ -299,8 +300,9 @@ void publish_identity(Identity& own) {
 bool has_died(const Identity& peer, const Identity& own) {
     if (peer.pid == own.pid || peer.pid_namespace != own.pid_namespace) return false;
     ProcessStatus status = status_of(peer.pid);
-    return status.state == 0 || status.state == 'Z' || status.state == 'X' ||
-           status.start_time != peer.start_time;
+    if (status.state == 0) return kill(peer.pid, 0) != 0 && errno == ESRCH;
+    return status.state == 'Z' || status.state == 'X' ||
+           (peer.start_time != 0 && status.start_time != peer.start_time);
 }
 
 }  // namespace shm

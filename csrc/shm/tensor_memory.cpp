@@ -79,6 +79,8 @@ void TensorMemory::free(void* pointer) {
         if (own_mappings_[i].base != pointer) continue;
         SharedMemory& region = segment_.block(rank_).regions[own_mappings_[i].id % max_regions];
         region.id.store(0, std::memory_order_release);
+        // Mappings of peers would keep it, until they need their place.
+        fallocate(region.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, region.nbytes);
         close(region.fd);
         munmap(own_mappings_[i].base, own_mappings_[i].nbytes);
         own_mappings_.erase(own_mappings_.begin() + static_cast<std::ptrdiff_t>(i));

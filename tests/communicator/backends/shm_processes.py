@@ -55,6 +55,23 @@ def learns(comm, call):
     return "nothing"
 
 
+def waits_without_descriptors(comm):
+    """Rank 0 has none left while it waits for the last rank, which comes late."""
+    comm.barrier()
+    if comm.rank == comm.world_size - 1:
+        time.sleep(0.5)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if comm.rank == 0:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    tensor = torch.ones(3)
+    try:
+        comm.allreduce(tensor)
+        peers = comm._backend.coor.peers
+        return [tensor[0].item(), [peer.is_known_dead() for peer in peers]]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 def a_rank_is_late(comm):
     comm.barrier()
     if comm.rank == comm.world_size - 1:
@@ -138,6 +155,7 @@ BODIES = {
         a_sender_dies,
         a_receiver_dies,
         a_rank_is_late,
+        waits_without_descriptors,
         waits_idly,
         waits_for_letters,
         forks_a_child_that_takes_part,

@@ -1,6 +1,7 @@
 """Tensors that live in shared memory from the start."""
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,6 +85,31 @@ def test_memory_is_given_back_and_used_again(with_shm):
         return True
 
     assert with_shm(body, 2) == [True, True]
+
+
+def shared_nbytes():
+    """The resident memory of tensors in all mappings of this process."""
+    total, is_tensor = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            is_tensor = "memfd:drumline-tensor" in line
+        elif is_tensor and line.startswith("Rss:"):
+            total += 1024 * int(line.split()[1])
+    return total
+
+
+def test_memory_that_was_given_back_is_not_kept_by_peers(with_shm):
+    """They held as many freed tensors as the table has places: 63 of any size."""
+
+    def body(comm):
+        for _ in range(20):
+            tensor = comm.empty((1 << 18,)).fill_(1)
+            comm.allreduce(tensor)
+            del tensor
+        comm.barrier()
+        return shared_nbytes()
+
+    assert max(with_shm(body, 2)) < 4 << 20
 
 
 def test_more_tensors_than_the_table_holds_is_an_error(with_shm):

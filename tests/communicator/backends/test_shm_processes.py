@@ -42,6 +42,12 @@ def test_a_killed_peer_is_named_at_once(run, body):
         assert seconds < 15  # of a minute
 
 
+def test_a_rank_without_descriptors_takes_no_living_peer_for_dead(run):
+    """It could not read /proc, and so ended the communicator of all."""
+    said, _ = run("waits_without_descriptors", 2)
+    assert said == [[2.0, [False, False]]] * 2
+
+
 def test_a_rank_that_is_late_is_named_with_the_call_it_is_missed_in(run):
     said, pids = run("a_rank_is_late", 3)
     for kind, text, seconds in said[:2]:
