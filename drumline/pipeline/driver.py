@@ -75,8 +75,9 @@ class PipelineDriver:
         try:
             with DelayedInterrupt():
                 return self._exchange(calls)
-        except (KeyboardInterrupt, SystemExit):
-            _invalidate_caches(calls)  # what follows these layers will not get their tokens
+        except BaseException as error:
+            if not isinstance(error, DrumlineError):
+                _invalidate_caches(calls)  # what follows these layers will not get their tokens
             raise
 
     def _exchange(self, calls: DeferredCalls) -> Message:
@@ -98,8 +99,9 @@ class PipelineDriver:
             for cache in _caches(calls):  # while this token is on its way
                 prepare_next_token(cache)
             reply = self._answer(pending, calls)
-        except (KeyboardInterrupt, SystemExit):
-            self._is_desynchronised = True  # nobody knows whether it was sent, or had come back
+        except BaseException as error:
+            if not isinstance(error, DrumlineError):
+                self._is_desynchronised = True  # whether it was sent or had come back is unknown
             raise
         finally:
             self.microbatches.acquire_turn(runner)
@@ -154,7 +156,7 @@ class PipelineDriver:
         self._is_receiving = True
         self._reply_arrived.release()
         try:
-            reply = self._failing_all_threads(self.ring.receive)
+            reply = self._failing_all_threads(self.ring.receive, Exception)
             if reply.kind is MessageKind.MARK:
                 self._fail_pending()
             else:
@@ -168,8 +170,10 @@ class PipelineDriver:
     # it, so the queue is empty again whatever an interruption left in it.
     def _resync(self) -> None:
         """After an interruption: wait until all that was sent has come back, whosever it was."""
-        self._failing_all_threads(lambda: self.ring.send(Message(MessageKind.MARK)))
+        came_round = self._failing_all_threads(lambda: self.ring.send(Message(MessageKind.MARK)))
         with self._reply_arrived:
+            if came_round is not None:
+                self._fail_pending()
             while self._is_desynchronised:
                 self._reply_arrived.wait() if self._is_receiving else self._receive_one()
 
@@ -181,16 +185,19 @@ class PipelineDriver:
         self._pending.clear()
         self._is_desynchronised = False
 
-    def _failing_all_threads(self, work: Callable[[], T]) -> T:
-        """Use the ring; if a rank is lost, this is the end of it for every thread."""
+    def _failing_all_threads(
+        self, work: Callable[[], T], errors: type[Exception] = DrumlineError
+    ) -> T:
+        """Use the ring; if a rank is lost, or another of `errors` is raised, every thread has seen
+        the end of it."""
         try:
             if self._failure is not None:
                 raise self._failure
             return work()
-        except DrumlineError as lost:
+        except errors as error:
             if self._failure is None:
-                self._failure = lost
-                self.ring.close(lost)
+                self._failure = error if isinstance(error, DrumlineError) else _cut_off(error)
+                self.ring.close(self._failure)
             raise
 
     def leave(self, code: int = 0) -> None:
@@ -208,6 +215,13 @@ class PipelineDriver:
                     while self._is_receiving:
                         self._reply_arrived.wait()
                     self.ring.leave(code)
+
+
+def _cut_off(error: Exception) -> DrumlineError:
+    return DrumlineError(
+        f"rank 0: a reply of other ranks could not be received ({error!r}), so later ones would "
+        "be taken for it; load the model again."
+    )
 
 
 def _caches(calls: DeferredCalls) -> list[CacheProxy]:

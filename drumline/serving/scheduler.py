@@ -95,6 +95,7 @@ class Generation:
         self.num_cached = 0  # tokens of the prompt that were not computed for it, known as those
         self.is_done = False
         self.cancel_reason: str | Exception | None = None
+        self.on_cancel: Callable[[], Any] = lambda: None
         self._on_token, self._on_end = on_token, on_end
 
     @property
@@ -110,6 +111,7 @@ class Generation:
     def cancel(self, reason: str | Exception = "cancelled") -> None:
         """End with this reason at the next token, or before the first one."""
         self.cancel_reason = self.cancel_reason or reason
+        self.on_cancel()
 
     def append(self, token: int) -> None:
         """Take a new token, which may be the last."""
@@ -203,7 +205,16 @@ class Scheduler:
             self.check_capacity(len(generations))
             new = dict(zip(self._ids, generations, strict=False))
             self._open |= new
-            self._start(new)
+            try:
+                self._start(new)
+            except BaseException:
+                for number in new:
+                    self._forget(number)
+                raise
+
+    def _forget(self, number: int) -> None:
+        """Compute a sequence no longer."""
+        self._open.pop(number, None)
 
     def _start(self, sequences: dict[int, Generation]) -> None:
         """Have these sequences run."""
@@ -382,9 +393,12 @@ class BatchScheduler(Scheduler):
         if item is not None and item.cancel_reason is not None:
             item.end(item.cancel_reason)
         if item is None or item.is_done:
-            self._open.pop(number, None)
-            if batch := self._batch_of.pop(number, None):
-                batch.cancel_request(str(number))
+            self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        super()._forget(number)
+        if batch := self._batch_of.pop(number, None):
+            batch.cancel_request(str(number))
 
     def _run(self, batch: Any) -> None:
         """Run a batch until it is stopped; anew after a step that failed."""
@@ -398,19 +412,27 @@ class BatchScheduler(Scheduler):
                 self._start_again(batch, error)
 
     def _start_again(self, batch: Any, error: Exception) -> None:
-        """End the sequences of the step that failed, and go on with the others."""
-        if not batch.names_in_step:  # as there is no memory for pages
-            return self.fail(PeerLost(f"rank 0: no step can be made any longer: {error}"))
+        """End the sequences of the step that failed, and go on with the others.
+
+        If no step could be made, as the longest sequence needs more pages than there are, that one.
+        """
         with self._lock:
-            for number in map(int, batch.names_in_step):
+            failed = [*map(int, batch.names_in_step)]
+            if not failed:
+                own = [number for number, owner in self._batch_of.items() if owner is batch]
+                failed = sorted(own, key=lambda number: len(self._open[number].tokens))[-1:]
+                error = DrumlineError(f"rank 0: no step can be made any longer: {error}")
+            for number in failed:
                 if number in self._open:
                     self._open[number].end(error)
                     self._leave_if_over(number)
             _stop(batch)
-            if self._closed_by is None:
+            if failed and self._closed_by is None:
                 batch.start()
                 for number in [n for n, owner in self._batch_of.items() if owner is batch]:
                     self._add(number, batch)
+        if not failed:
+            self.fail(PeerLost(str(error)))
 
 
 def _stop(batch: Any) -> None:

@@ -207,6 +207,8 @@ class MessageChannel:
         in_frame, on_device = message.tensors, None
         if header.layout.device_forms:
             in_frame, on_device = header.layout.split(message.tensors)
+            # Before the frame, after which the peer waits for them.
+            on_device = [t if _order(t) else t.contiguous() for t in on_device]
         sent_nbytes = max(header.nbytes, self.frame_nbytes)
         frame = self._send_buffer(sent_nbytes)
         ctypes.memmove(frame.data_ptr(), header.head, len(header.head))

@@ -162,8 +162,9 @@ class TpDriverRing:
         # The group has the message before its leader runs it: in the layers' collectives the leader
         # waits for all others.
         self.group.broadcast(message)
-        reply = self.stage._reply(message)
-        if self.leaders is not None and not self._ends_here(message):
+        is_call = message.kind is MessageKind.CALL
+        reply = self.stage._reply(message) if is_call else message
+        if self.leaders is not None and not (is_call and self._ends_here(message)):
             return self.leaders.send(reply)
         self.group.monitor.is_waiting = False
         return reply

@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import communicator
 import coordinator
 import drumline
+import launcher
 from coordinator import Coordinator
 from drumline.checkpoint import plan_executor
 from drumline.errors import describe_with_traceback
@@ -230,8 +231,23 @@ def failing_once(monkeypatch, module_rank: str) -> list[bool]:
     return armed
 
 
-@pytest.mark.parametrize("where", ["sent", "received"])
-def test_a_generate_after_an_interruption_gives_its_own_tokens(checkpoints, on_master, where):
+SPREAD = {"max_memory": [1 << 30] * 3}
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "nprocs", "options"),
+    [
+        ("sent", KeyboardInterrupt, 3, SPREAD),
+        ("received", KeyboardInterrupt, 3, SPREAD),
+        ("sent", RuntimeError, 3, SPREAD),
+        ("sent", KeyboardInterrupt, 2, {"tp": 2, "device_map": "auto"}),
+        ("sent", SystemExit, 4, {"tp": 2, "device_map": "auto"}),
+        ("received", KeyboardInterrupt, 4, {"tp": 2, "device_map": "auto"}),
+    ],
+)
+def test_a_generate_after_an_interruption_gives_its_own_tokens(
+    checkpoints, where, kind, nprocs, options
+):
     """A reply that nobody took, or a question that was never sent, once left all later ones off."""
     prompts = [torch.arange(start, start + 6)[None] for start in (3, 20)]
 
@@ -244,19 +260,50 @@ def test_a_generate_after_an_interruption_gives_its_own_tokens(checkpoints, on_m
             ring.send, ring.receive = send, receive
             if where == "received":
                 receive()
-            raise KeyboardInterrupt
+            raise kind
 
         if where == "sent":
             ring.send = interrupt
         else:
             ring.receive = interrupt
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(kind):
             model.generate(prompts[0], max_new_tokens=5)
         assert not model._driver.context.came_empty(DynamicCache()), "it is still in that pass"
         after = [model.generate(ids, max_new_tokens=5, do_sample=False) for ids in prompts]
         return [torch.equal(*pair) for pair in zip(right, after, strict=True)]
 
-    assert on_master(checkpoints.llama()[1], 3, work) == [True, True]
+    def rank():
+        torch.set_num_threads(1)
+        with drumline.load(path, **options) as model:
+            return work(model)
+
+    path = checkpoints.llama()[1]
+    found = launcher.launch(rank, nprocs=nprocs, launcher="threads", timeout_s=60)
+    assert found[0] == [True, True]
+
+
+def test_a_reply_that_cannot_be_taken_ends_the_model_for_every_thread(checkpoints, on_master):
+    """Later replies would be taken for it, as on a GPU without memory for it."""
+    seen = []
+
+    def work(model):
+        ring, prompt = model._driver.ring, torch.arange(3, 9)[None]
+
+        def fail():
+            raise RuntimeError("out of memory")
+
+        ring.receive = fail
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model.generate(prompt, max_new_tokens=5)
+        with pytest.raises(drumline.DrumlineError, match=r"out of memory.*load the model again"):
+            model.generate(prompt, max_new_tokens=5)
+        seen.append(True)
+
+    with pytest.raises(
+        launcher.LaunchError, match=r"rank 1 lost rank 0(.|\n)*load the model again"
+    ):
+        on_master(checkpoints.llama()[1], 2, work)
+    assert seen
 
 
 @pytest.mark.parametrize("rank", [1, 2])

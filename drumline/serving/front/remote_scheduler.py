@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from drumline.errors import DrumlineError, PeerLost
@@ -49,8 +50,22 @@ class RemoteScheduler(Scheduler):
         return self._reported[1] if self.num_running else 0.0
 
     def _start(self, sequences: dict[int, Generation]) -> None:
+        for number, item in sequences.items():
+            item.on_cancel = partial(self._cancel, number)
         if self._send is not None and sequences:
             self._send({"start": [_to_message(*pair) for pair in sequences.items()]})
+
+    def _forget(self, number: int) -> None:
+        super()._forget(number)
+        if self._send is not None:
+            self._send({"cancel": number})
+
+    def _cancel(self, number: int) -> None:
+        """End a sequence without a client, which has no tokens to come while its prompt is long."""
+        with self._lock:
+            if (item := self._open.get(number)) is not None:
+                item.end(item.cancel_reason or "cancelled")
+                self._forget(number)
 
     def receive(self, message: Message) -> None:
         """Take a token of a sequence, or the error that ends it."""
@@ -63,9 +78,7 @@ class RemoteScheduler(Scheduler):
             else:
                 self._append(item, message)
             if item.is_done:
-                del self._open[message["id"]]
-                if self._send is not None:
-                    self._send({"cancel": message["id"]})
+                self._forget(message["id"])
 
     def _append(self, item: Generation, message: Message) -> None:
         self.num_new_tokens += 1
@@ -86,9 +99,6 @@ class RemoteScheduler(Scheduler):
         with self._lock:
             self.vocabulary, self.end_tokens = info["vocabulary"], set(info["end_tokens"])
             self._send = send
-            for number, item in list(self._open.items()):
-                if item.cancel_reason is not None:
-                    self._open.pop(number).end(item.cancel_reason)
             self._start(self._open)
 
     def suspend(self) -> None:

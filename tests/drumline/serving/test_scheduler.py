@@ -173,6 +173,36 @@ def test_sequences_that_do_not_fit_in_the_pages_get_the_same_texts(plain, loaded
     assert sum(sizes) > 5 * (20 + 49)  # some tokens were computed twice
 
 
+def test_a_sequence_that_outgrows_the_pages_ends_alone(plain, loaded, monkeypatch):
+    """The server ended with it, and did so again after each restart."""
+    monkeypatch.setattr(BatchedRanks, "num_blocks", lambda *_: 3)
+    with scheduling(loaded) as (scheduler, _):
+        (endless,) = submit(scheduler, Client([5, 6, 7], ENDLESS))
+        assert endless.tokens() and "no step can be made" in str(endless.reason)
+        (other,) = submit(scheduler, Client([5, 6, 7]))
+        assert other.tokens() == alone(plain, [5, 6, 7])
+
+
+def test_of_sequences_that_cannot_all_be_started_none_is_left(loaded, monkeypatch):
+    """Those that were ran for nobody, and the others stayed in the queue for ever."""
+    with scheduling(loaded) as (scheduler, _):
+        add, added = scheduler._add, []
+
+        def fail_at_the_second(number, batch):
+            if added:
+                raise RuntimeError("stopping")
+            added.append(number)
+            add(number, batch)
+
+        monkeypatch.setattr(scheduler, "_add", fail_at_the_second)
+        with pytest.raises(RuntimeError, match="stopping"):
+            submit(scheduler, Client([5], ENDLESS), Client([6], ENDLESS))
+        assert scheduler.unfinished() == [] and not scheduler._batch_of
+        monkeypatch.undo()
+        (other,) = submit(scheduler, Client([5, 6, 7]))
+        assert len(other.tokens()) == 9 and scheduler.largest_batch == 1
+
+
 OPTIONS = {
     "greedy": {"temperature": 0},
     "a seed": {"temperature": 1.5, "seed": 7},

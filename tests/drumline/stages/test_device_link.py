@@ -11,8 +11,10 @@ import torch
 import drumline
 import launcher
 from communicator import Communicator
+from coordinator import Coordinator
 from drumline.stages import tp_stage
 from drumline.stages.device_link import DeviceLink
+from drumline.stages.messages import Message, MessageChannel, MessageKind
 from drumline.stages.ring import Ring
 from drumline.strategies import pipeline_tp, serve_stage
 from tests.communicator.backends.nccl import cuda_on_cpu
@@ -34,6 +36,29 @@ def links(monkeypatch):
 
     monkeypatch.setattr(serve_stage, "open_device_communicators", open_all)
     return sent
+
+
+def test_tensors_with_gaps_arrive_with_their_own_values(ranks):
+    """generate() slices the last position of several rows, and masks are expanded."""
+    rows = torch.arange(24.0).view(3, 4, 2)
+    tensors = [rows[:, -1:], rows[..., ::2], rows[0, :, :1].expand(4, 5), rows.transpose(0, 2)]
+
+    def body(info):
+        with (
+            Coordinator(info) as coor,
+            Communicator(coor) as comm,
+            Communicator(coor) as between_devices,
+        ):
+            channel = MessageChannel(
+                comm, 1 - info.rank, DeviceLink(between_devices, 1 - info.rank)
+            )
+            if info.rank == 0:
+                channel.send(Message(MessageKind.CALL, tensors=tensors))
+                return True
+            pairs = zip(channel.receive().tensors, tensors, strict=True)
+            return [torch.equal(*pair) for pair in pairs]
+
+    assert ranks(body, 2) == [True, [True] * 4]
 
 
 def say(model, rows=2, count=12):

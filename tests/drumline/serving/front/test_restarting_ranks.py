@@ -97,6 +97,18 @@ def test_a_sequence_survives_its_ranks_until_no_restart_is_left(serve):
     assert not any(launcher.linux.process_stat(pid) for pids in starts for pid in pids)
 
 
+def test_a_sequence_that_is_cancelled_before_its_first_token_is_told_to_rank_0_at_once():
+    """A long prompt was computed to its end for a client that had left."""
+    scheduler, sent = RemoteScheduler(LIMITS, print), []
+    scheduler.resume({"vocabulary": 9, "end_tokens": []}, sent.append)
+    item, _, reasons = sequence(9)
+    scheduler.submit([item])
+    item.cancel()
+    item.cancel()
+    assert reasons == ["cancelled"] and scheduler.unfinished() == []
+    assert [[*message] for message in sent] == [["start"], ["cancel"]]
+
+
 def test_a_rank_that_is_suspended_for_less_than_the_patience_goes_on(serve, monkeypatch):
     """It was killed after 3 s, whatever was set."""
     monkeypatch.setenv("DRUMLINE_PATIENCE", "60")
