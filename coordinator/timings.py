@@ -111,6 +111,7 @@ class CoordinatorTimings(ConnectionTimings):
             self,
             suspended_s=max(self.suspended_s, patience_s),
             silent_s=max(self.silent_s, patience_s),
+            new_group_s=max(self.new_group_s, patience_s + 2 * self.heartbeat_s),
             master_silent_s=max(self.master_silent_s, patience_s + self.heartbeat_s),
         )
 

@@ -216,6 +216,7 @@ class _Joining:
                     _first(above),
                     f"tree/{self.key}/{index}",
                     deadline,
+                    self.rendezvous.check_lost,
                 )
             awaited = children_of(index, size)
             children = listener.wait(awaited, deadline, self.rendezvous.check_lost)

@@ -168,6 +168,7 @@ def environment(backend: Any, job: Job) -> dict[str, str]:
     return {**variables, **(backend.environment(job) if hasattr(backend, "environment") else {})}
 
 
+@linux.as_subreaper()
 def _watch(
     folder: Path,
     command: list[str],
@@ -179,7 +180,7 @@ def _watch(
     """The exit code of the command. began_s: of the launch, from when timeout_s counts."""
     deadline = math.inf if timeout_s is None else began_s + timeout_s
     command = [sys.executable, "-m", "launcher.external.reaper", str(os.getpid()), *command]
-    orphans, was_subreaper = descendants.Orphans(), linux.set_subreaper(True)
+    orphans = descendants.Orphans()
     # The reaper inherits the mask: it takes a signal once it has handlers, not in Python's start.
     stop_signals.block()
     try:
@@ -207,7 +208,6 @@ def _watch(
         _end(process)
         if process.returncode != 0:  # killed, in any way: then it has ended nothing below it
             orphans.kill()
-        linux.set_subreaper(was_subreaper)
     if signals:
         raise errors.interrupted(signals[0])
     if code < 0:

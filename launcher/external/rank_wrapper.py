@@ -138,8 +138,7 @@ def _forward(rank_pid: int, streams: dict[int, str], rank: int | None, logs: Pat
     pidfd = os.pidfd_open(rank_pid)
     with contextlib.closing(FileIO(pidfd)), _log_files(logs, rank) as files:
         for fd, data in _read(streams, pidfd):
-            if streams[fd] in files:
-                files[streams[fd]].write(data)
+            _log(files, streams[fd], data)
             lines = buffers[fd].feed(data)
             rest = [] if data or not buffers[fd].nbytes else [buffers[fd].take()]
             _print(streams[fd], rank, [*lines, *rest])
@@ -157,6 +156,17 @@ def _read(streams: dict[int, str], pidfd: int) -> Iterator[tuple[int, bytes]]:
         if ready == {pidfd}:  # the rank has ended, and all that it printed was read
             yield from ((fd, b"") for fd in open_fds)
             return
+
+
+def _log(files: dict[str, FileIO], stream: str, data: bytes) -> None:
+    """Write to the log of a stream; if that fails, end the log and say so: the rank goes on."""
+    try:
+        while stream in files and data:
+            data = data[files[stream].write(data) :]
+    except OSError as error:
+        name = str(files.pop(stream).name)
+        line = f"[launcher] {name} cannot be written, and ends here: {error.strerror}\n"
+        os.write(STREAMS["err"], line.encode())
 
 
 def _print(stream: str, rank: int | None, lines: list[bytes]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -9,7 +10,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -51,6 +52,37 @@ def set_subreaper(enable: bool) -> bool:
     _prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
     _prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(enable))
     return bool(before.value)
+
+
+class _SharedSubreaper:
+    """The number of launches of this process, and the setting before the first of them."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.lock, self.num_launches, self.before = threading.Lock(), 0, False
+
+
+_shared_subreaper = _SharedSubreaper()
+os.register_at_fork(after_in_child=_shared_subreaper.reset)  # a child does not inherit it
+
+
+@contextlib.contextmanager
+def as_subreaper() -> Iterator[None]:
+    """Adopt descendants until the last such block of this process, on any thread, is left."""
+    shared = _shared_subreaper
+    with shared.lock:
+        if shared.num_launches == 0:
+            shared.before = set_subreaper(True)
+        shared.num_launches += 1
+    try:
+        yield
+    finally:
+        with shared.lock:
+            shared.num_launches -= 1
+            if shared.num_launches == 0:
+                set_subreaper(shared.before)
 
 
 def set_process_name(name: str) -> None:

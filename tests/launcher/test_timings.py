@@ -74,3 +74,8 @@ SHOW_PATIENCE = "import launcher\nprint(launcher.patience_s())\n"
 def test_one_option_sets_the_patience_of_every_process_of_a_launch(command):
     ended = command.run("run", "--patience", "60", "-n", "1", command.script(SHOW_PATIENCE))
     assert ended.lines(0) == ["60.0"], ended
+
+
+def test_a_rank_that_patience_bears_is_not_taken_for_one_that_has_closed_its_group():
+    timings = CoordinatorTimings().with_patience(60)
+    assert timings.new_group_s > timings.silent_s >= 60

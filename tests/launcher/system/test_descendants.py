@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import subprocess
 from dataclasses import replace
 
 from launcher import timings
-from launcher.system import descendants
+from launcher.system import descendants, linux
 
 
 def test_what_is_left_is_killed_however_long_it_takes_to_find_it(monkeypatch):
@@ -18,3 +20,25 @@ def test_what_is_left_is_killed_however_long_it_takes_to_find_it(monkeypatch):
     assert [child.wait(20) for child in children] == [-signal.SIGKILL] * 3
     unkillable = subprocess.Popen(["true"])
     descendants.kill_all(lambda: {unkillable.pid})  # ends
+
+
+def test_a_process_adopts_until_the_last_of_its_launches_has_ended():
+    """The first launch switched it off for the others, and the last one left it on."""
+
+    def is_subreaper():
+        before = linux.set_subreaper(True)
+        linux.set_subreaper(before)
+        return before
+
+    first, second = linux.as_subreaper(), linux.as_subreaper()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(second)
+        with first:
+            pid = os.fork()
+            if pid == 0:
+                with linux.as_subreaper():
+                    os._exit(is_subreaper())
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 1, "its own launch has to adopt"
+        assert is_subreaper()
+    assert not is_subreaper()

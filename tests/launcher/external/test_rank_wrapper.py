@@ -1,0 +1,17 @@
+"""The process between an external launcher and a rank."""
+
+from io import FileIO
+
+from launcher.external import rank_wrapper
+
+
+def test_a_log_that_cannot_be_written_is_named_and_the_rank_goes_on(capfd, tmp_path):
+    """The rank's output was closed, and it raised BrokenPipeError, without a word of the disk."""
+    whole = FileIO(tmp_path / "rank-0.err", "w")
+    files = {"out": FileIO("/dev/full", "w"), "err": whole}
+    for _ in range(2):
+        rank_wrapper._log(files, "out", b"text")
+        rank_wrapper._log(files, "err", b"text")
+    assert [*files] == ["err"] and (tmp_path / "rank-0.err").read_bytes() == b"texttext"
+    said = "[launcher] /dev/full cannot be written, and ends here: No space left on device\n"
+    assert capfd.readouterr().err == said
