@@ -168,7 +168,6 @@ def environment(backend: Any, job: Job) -> dict[str, str]:
     return {**variables, **(backend.environment(job) if hasattr(backend, "environment") else {})}
 
 
-@linux.as_subreaper()
 def _watch(
     folder: Path,
     command: list[str],
@@ -181,6 +180,7 @@ def _watch(
     deadline = math.inf if timeout_s is None else began_s + timeout_s
     command = [sys.executable, "-m", "launcher.external.reaper", str(os.getpid()), *command]
     orphans = descendants.Orphans()
+    linux.begin_adopting()
     # The reaper inherits the mask: it takes a signal once it has handlers, not in Python's start.
     stop_signals.block()
     try:
@@ -190,6 +190,7 @@ def _watch(
             )
     except OSError:
         stop_signals.unblock()
+        linux.end_adopting()
         raise
     suspended = SuspendedProcesses(process.pid)
     signals: list[int] = []
@@ -208,6 +209,7 @@ def _watch(
         _end(process)
         if process.returncode != 0:  # killed, in any way: then it has ended nothing below it
             orphans.kill()
+        linux.end_adopting()
     if signals:
         raise errors.interrupted(signals[0])
     if code < 0:

@@ -38,7 +38,6 @@ class ForkServerHandle:
             self.popen = fork_server_exec.spawn(plan)
             self.pid = self.popen.pid
 
-    @linux.as_subreaper()
     def supervise(
         self,
         infos: list[LaunchInfo],
@@ -46,6 +45,7 @@ class ForkServerHandle:
         on_failure: Callable[[Failure], object] = lambda _: None,
     ) -> list[Any]:
         """Each rank's result, or LaunchError; no process of the launch is left then."""
+        linux.begin_adopting()
         try:
             supervisor = Supervisor(
                 self.job, infos, self.pipes, self.output, self.pid, watch, on_failure
@@ -55,6 +55,7 @@ class ForkServerHandle:
             self.reap()
             self.pipes.close()
             self.output.close()
+            linux.end_adopting()
 
     def reap(self) -> int:
         """Kill and reap the fork server and everything below it; the status that it ended with."""

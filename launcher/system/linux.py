@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -10,7 +9,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -54,35 +53,32 @@ def set_subreaper(enable: bool) -> bool:
     return bool(before.value)
 
 
-class _SharedSubreaper:
+class _Adopting:
     """The number of launches of this process, and the setting before the first of them."""
 
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
         self.lock, self.num_launches, self.before = threading.Lock(), 0, False
 
 
-_shared_subreaper = _SharedSubreaper()
-os.register_at_fork(after_in_child=_shared_subreaper.reset)  # a child does not inherit it
+_adopting_by_pid: dict[int, _Adopting] = {}  # a forked child has a setting of its own
 
 
-@contextlib.contextmanager
-def as_subreaper() -> Iterator[None]:
-    """Adopt descendants until the last such block of this process, on any thread, is left."""
-    shared = _shared_subreaper
-    with shared.lock:
-        if shared.num_launches == 0:
-            shared.before = set_subreaper(True)
-        shared.num_launches += 1
-    try:
-        yield
-    finally:
-        with shared.lock:
-            shared.num_launches -= 1
-            if shared.num_launches == 0:
-                set_subreaper(shared.before)
+def begin_adopting() -> None:
+    """Adopt descendants whose parent ends, until each such call, on any thread, has its end."""
+    adopting = _adopting_by_pid.setdefault(os.getpid(), _Adopting())
+    with adopting.lock:
+        if adopting.num_launches == 0:
+            adopting.before = set_subreaper(True)
+        adopting.num_launches += 1
+
+
+def end_adopting() -> None:
+    """End what one begin_adopting() of this process has begun."""
+    adopting = _adopting_by_pid[os.getpid()]
+    with adopting.lock:
+        adopting.num_launches -= 1
+        if adopting.num_launches == 0:
+            set_subreaper(adopting.before)
 
 
 def set_process_name(name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -30,15 +29,14 @@ def test_a_process_adopts_until_the_last_of_its_launches_has_ended():
         linux.set_subreaper(before)
         return before
 
-    first, second = linux.as_subreaper(), linux.as_subreaper()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(second)
-        with first:
-            pid = os.fork()
-            if pid == 0:
-                with linux.as_subreaper():
-                    os._exit(is_subreaper())
-        _, status = os.waitpid(pid, 0)
-        assert os.waitstatus_to_exitcode(status) == 1, "its own launch has to adopt"
-        assert is_subreaper()
+    linux.begin_adopting()
+    linux.begin_adopting()
+    pid = os.fork()
+    if pid == 0:
+        linux.begin_adopting()
+        os._exit(is_subreaper())
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1, "its own launch has to adopt"
+    linux.end_adopting()
+    assert is_subreaper()
+    linux.end_adopting()
     assert not is_subreaper()

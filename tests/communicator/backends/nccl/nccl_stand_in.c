@@ -4,6 +4,7 @@
  * communicator ends once, is asked for nothing while a call is in progress, loses peers of its own,
  * and outlives the graphs that hold its calls unless it was aborted; of CUDA's, that each stream
  * has calls and captures of its own. */
+#include <pthread.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
@@ -52,12 +53,15 @@ static int num_calls;
 static Comm* comms[64]; /* in the order in which they were made */
 static int num_comms;
 
+static pthread_mutex_t log_mutex = PTHREAD_MUTEX_INITIALIZER; /* ranks may be threads */
 __attribute__((unused)) static void note(const char* format, ...) {
     va_list values;
     va_start(values, format);
+    pthread_mutex_lock(&log_mutex);
     log_length += vsnprintf(log_text + log_length, sizeof log_text - log_length, format, values);
     va_end(values);
     log_length += snprintf(log_text + log_length, sizeof log_text - log_length, "\n");
+    pthread_mutex_unlock(&log_mutex);
 }
 
 /* What was called with a communicator that had ended, or had not done the last call yet. */
