@@ -85,10 +85,9 @@ class Peer:
         """True if the process ran on this host, and no longer does; False if it cannot be seen."""
         if not self.is_visible:
             return False
-        stat = linux.process_stat(self.pid)
-        if stat is None and self.start_ticks:  # gone, or this process has no descriptor to read it
-            return not linux.send_signal(self.pid, 0)
-        ticks = stat.start_time if stat is not None and stat.is_alive else None
+        ticks = start_ticks(self.pid)
+        if ticks is None and self.start_ticks and linux.process_stat(self.pid) is None:
+            return not linux.exists(self.pid)  # this process may have no descriptor to read it
         return ticks != (self.start_ticks or None)
 
 

@@ -9,9 +9,8 @@ namespace nccl {
 
 namespace {
 
-constexpr std::chrono::milliseconds CALL_EXIT_WAIT(1000);    // for a call in progress to return
-constexpr std::chrono::milliseconds REVOKE_EXIT_WAIT(6000);  // for another thread to revoke
-constexpr std::chrono::milliseconds GRAPH_WAIT(1000);        // CUDA reports a graph's end late
+constexpr std::chrono::milliseconds CALL_EXIT_WAIT(1000);  // for a call in progress to return
+constexpr std::chrono::milliseconds GRAPH_WAIT(1000);      // CUDA reports a graph's end late
 constexpr std::chrono::milliseconds FINALIZE_MARGIN(500);  // beyond the timeout of the call itself
 
 }  // namespace
@@ -115,7 +114,7 @@ void NcclCommunicator::abort() {
     bool is_first = !aborting.exchange(true, std::memory_order_acq_rel);
     if (!is_first && !revokes) return;
     std::unique_lock<std::timed_mutex> lock(mutex, std::defer_lock);
-    lock.try_lock_for(is_first ? CALL_EXIT_WAIT : REVOKE_EXIT_WAIT);
+    lock.try_lock_for(is_first ? CALL_EXIT_WAIT : CALL_EXIT_WAIT + ABORT_WAIT);
     if (finalized) return;
     if (is_first && revokes)
         revoke_in_background();

@@ -4,8 +4,7 @@ namespace nccl {
 
 namespace {
 
-constexpr std::chrono::milliseconds ABORT_WAIT(5000);  // then it goes on in the background
-constexpr int YIELDS = 2000;                           // before a wait sleeps
+constexpr int YIELDS = 2000;  // before a wait sleeps
 
 void back_off(int attempt) {
     if (attempt < YIELDS)

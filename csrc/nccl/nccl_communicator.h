@@ -53,6 +53,9 @@ struct ScaledSum {
     comm_dtype dtype;
 };
 
+// To abort or revoke; then that goes on in the background.
+constexpr std::chrono::milliseconds ABORT_WAIT(5000);
+
 struct NcclCommunicator : std::enable_shared_from_this<NcclCommunicator> {
     struct CallScope {
         NcclCommunicator& communicator;

@@ -93,7 +93,9 @@ class PipelineDriver:
                 # n-th call in this queue. It grows under the lock that orders the sends.
                 self._pending.append(pending)
                 runner = self.microbatches.release_turn(calls.runs[-1].layers[-1])
+                self._is_desynchronised = True  # for the next call, if this one is not sent whole
                 pending.reply = self._failing_all_threads(lambda: self.ring.send(message))
+                self._is_desynchronised = False
                 if pending.reply is not None:
                     self._pending.remove(pending)
             for cache in _caches(calls):  # while this token is on its way
@@ -101,7 +103,7 @@ class PipelineDriver:
             reply = self._answer(pending, calls)
         except BaseException as error:
             if not isinstance(error, DrumlineError):
-                self._is_desynchronised = True  # whether it was sent or had come back is unknown
+                self._is_desynchronised = True  # whether it had come back is unknown
             raise
         finally:
             self.microbatches.acquire_turn(runner)
@@ -170,9 +172,9 @@ class PipelineDriver:
     # it, so the queue is empty again whatever an interruption left in it.
     def _resync(self) -> None:
         """After an interruption: wait until all that was sent has come back, whosever it was."""
-        came_round = self._failing_all_threads(lambda: self.ring.send(Message(MessageKind.MARK)))
+        reply = self._failing_all_threads(lambda: self.ring.send(Message(MessageKind.MARK)))
         with self._reply_arrived:
-            if came_round is not None:
+            if reply is not None:
                 self._fail_pending()
             while self._is_desynchronised:
                 self._reply_arrived.wait() if self._is_receiving else self._receive_one()
@@ -188,8 +190,7 @@ class PipelineDriver:
     def _failing_all_threads(
         self, work: Callable[[], T], errors: type[Exception] = DrumlineError
     ) -> T:
-        """Use the ring; if a rank is lost, or another of `errors` is raised, every thread has seen
-        the end of it."""
+        """Use the ring. If that raises one of `errors`, so does every later use, on any thread."""
         try:
             if self._failure is not None:
                 raise self._failure

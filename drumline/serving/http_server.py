@@ -162,7 +162,7 @@ class Endpoint:
 
 
 def limits_for(model: Any, max_length: int, max_running: int, max_waiting: int) -> ServingLimits:
-    """The limits, with as many batches at a time as keep every rank of the model busy."""
+    """The limits, with as many batches at a time as keep every rank busy, each for a sequence."""
     num_batches = min(len(model.device_map.ranks), max_running)
     return ServingLimits(max_length, max_running, max_waiting, num_batches)
 

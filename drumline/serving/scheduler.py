@@ -76,6 +76,7 @@ class Generation:
     on_token(token): called with each new token by a thread of the scheduler; returns whether to
     continue. sampler.logprob is then that token's.
     on_end(reason): called once, last: "stop", "length", "cancelled" or an exception.
+    on_cancel(): called by cancel(); a scheduler whose steps run elsewhere sets it.
     """
 
     def __init__(
@@ -417,10 +418,11 @@ class BatchScheduler(Scheduler):
         If no step could be made, as the longest sequence needs more pages than there are, that one.
         """
         with self._lock:
+            numbers = [n for n, owner in self._batch_of.items() if owner is batch]
             failed = [*map(int, batch.names_in_step)]
             if not failed:
-                own = [number for number, owner in self._batch_of.items() if owner is batch]
-                failed = sorted(own, key=lambda number: len(self._open[number].tokens))[-1:]
+                still_open = [number for number in numbers if number in self._open]
+                failed = sorted(still_open, key=lambda number: len(self._open[number].tokens))[-1:]
                 error = DrumlineError(f"rank 0: no step can be made any longer: {error}")
             for number in failed:
                 if number in self._open:
@@ -429,8 +431,9 @@ class BatchScheduler(Scheduler):
             _stop(batch)
             if failed and self._closed_by is None:
                 batch.start()
-                for number in [n for n, owner in self._batch_of.items() if owner is batch]:
-                    self._add(number, batch)
+                for number in numbers:
+                    if number in self._batch_of:
+                        self._add(number, batch)
         if not failed:
             self.fail(PeerLost(str(error)))
 

@@ -124,6 +124,14 @@ def send_signal(pid: int, number: int) -> bool:
     return True
 
 
+def exists(pid: int) -> bool:
+    """True if there is such a process, dead or alive, of any user."""
+    try:
+        return send_signal(pid, 0)
+    except PermissionError:
+        return True
+
+
 def shell_exit_code(status: int) -> int:
     """The exit code that a shell shows: 128 and the number where a signal (-number) killed it."""
     return status if status >= 0 else 128 - status

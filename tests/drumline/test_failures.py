@@ -278,13 +278,13 @@ def test_a_generate_after_an_interruption_gives_its_own_tokens(
             return work(model)
 
     path = checkpoints.llama()[1]
-    found = launcher.launch(rank, nprocs=nprocs, launcher="threads", timeout_s=60)
-    assert found[0] == [True, True]
+    results = launcher.launch(rank, nprocs=nprocs, launcher="threads", timeout_s=60)
+    assert results[0] == [True, True]
 
 
 def test_a_reply_that_cannot_be_taken_ends_the_model_for_every_thread(checkpoints, on_master):
     """Later replies would be taken for it, as on a GPU without memory for it."""
-    seen = []
+    calls = []
 
     def work(model):
         ring, prompt = model._driver.ring, torch.arange(3, 9)[None]
@@ -297,13 +297,13 @@ def test_a_reply_that_cannot_be_taken_ends_the_model_for_every_thread(checkpoint
             model.generate(prompt, max_new_tokens=5)
         with pytest.raises(drumline.DrumlineError, match=r"out of memory.*load the model again"):
             model.generate(prompt, max_new_tokens=5)
-        seen.append(True)
+        calls.append(True)
 
     with pytest.raises(
         launcher.LaunchError, match=r"rank 1 lost rank 0(.|\n)*load the model again"
     ):
         on_master(checkpoints.llama()[1], 2, work)
-    assert seen
+    assert calls
 
 
 @pytest.mark.parametrize("rank", [1, 2])

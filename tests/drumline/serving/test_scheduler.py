@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import types
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from drumline.contact.batching.paced_scheduler import (
 )
 from drumline.pipeline.paged_generation import BatchedRanks
 from drumline.serving import scheduler as scheduler_module
+from drumline.serving.http_server import limits_for
 from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import CHUNK_TOKENS, PAGE_SIZE, BatchScheduler, ServingLimits
 from drumline.serving.scheduler import Generation as Sequence
@@ -181,6 +183,12 @@ def test_a_sequence_that_outgrows_the_pages_ends_alone(plain, loaded, monkeypatc
         assert endless.tokens() and "no step can be made" in str(endless.reason)
         (other,) = submit(scheduler, Client([5, 6, 7]))
         assert other.tokens() == alone(plain, [5, 6, 7])
+
+
+def test_one_sequence_at_a_time_has_all_pages_whatever_the_number_of_ranks():
+    """Half of them were too few for a sequence of the longest length."""
+    model = types.SimpleNamespace(device_map=types.SimpleNamespace(ranks=[0, 1, 2]))
+    assert [limits_for(model, 100, most, 9).num_batches for most in (1, 2, 8)] == [1, 2, 3]
 
 
 def test_of_sequences_that_cannot_all_be_started_none_is_left(loaded, monkeypatch):
