@@ -70,6 +70,9 @@ dispatch_modes = _get_current_dispatch_mode_stack
 grouped_mm: Any = getattr(torch, "_grouped_mm", nn.functional.grouped_mm)
 """What a product of groups of rows, each with a matrix of its own, comes down to."""
 
+onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+"""onednn_linear(x, weight, bias, "none", [], ""): a linear layer; None without oneDNN."""
+
 autocast_functions = ("wrap_with_autocast", "_enter_autocast", "autocast")
 """Names of functions in a traced program whose first argument is a device type."""
 

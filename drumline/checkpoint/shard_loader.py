@@ -29,7 +29,7 @@ from drumline.checkpoint.shard_plan import (
 )
 from drumline.checkpoint.source import CheckpointFiles, share_index
 from drumline.core.consistency import run_and_share
-from drumline.core.hugepages import TensorSpec, allocate_hugepages
+from drumline.core.cpu.hugepages import TensorSpec, allocate_hugepages
 from drumline.core.mesh import Mesh, read_mesh
 from drumline.core.shards import ShardSpec
 from drumline.errors import CheckpointError, DrumlineError, PlanError, short_traceback

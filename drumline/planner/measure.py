@@ -14,12 +14,12 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 
 from communicator import Communicator, Unsupported
 from coordinator import Coordinator
 from drumline import timings
 from drumline.contact import model_parts
+from drumline.core.cpu.onednn_products import linear
 from drumline.core.device_map import Place, first_device, offload_level
 from drumline.core.meta_pass import MetaPass
 from drumline.planner.cost_model import (

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from communicator import Communicator
 from drumline.contact.loading.models import keep_experts_apart
+from drumline.core.cpu.onednn_products import linear, use_onednn
 from drumline.core.mixed_classes import mixed_class
 from drumline.errors import PlanError
 from drumline.tensor_parallel import autograd_collectives as collectives
@@ -31,6 +31,7 @@ def insert_collectives(model: nn.Module, styles: Styles, comm: Communicator) -> 
 
     comm: over the ranks of the "tp" axis, in its order. Gradients flow as they do on one rank.
     """
+    use_onednn(model)
     modules = dict(model.named_modules())
     alone = [name for name in modules if styles.get(name) == tp_plan.SEQUENCE_PARALLEL]
     for name, style in styles.items():
@@ -62,7 +63,7 @@ def _gathered_column(module: nn.Module, comm: Communicator) -> Callable[..., Any
 def _row(module: Any, comm: Communicator) -> Callable[..., Any]:
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        y = reduce_from_ranks(F.linear(x, module.weight), comm)
+        y = reduce_from_ranks(linear(x, module.weight), comm)
         return y if module.bias is None else y + module.bias
 
     return forward

@@ -28,6 +28,7 @@ TORCH = {
     "_pytree": "trees of torch.export and fx, whose kinds of nodes are registered there",
     "_enter_autocast": "name of the call in a traced program, which has a device type",
     "_grouped_mm": "what experts call, also by its public name; that one alone where it is gone",
+    "_linear_pointwise": "a product by oneDNN, that of a layer elsewhere where it is gone",
     # Modules.
     "_parameters": "a module's own parameters, and those that are None",
     "_buffers": "a module's own buffers, and those that are None",

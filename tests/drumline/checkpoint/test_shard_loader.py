@@ -14,7 +14,7 @@ from coordinator import Coordinator
 from drumline import CheckpointError, PlanError, ShardSpec
 from drumline.checkpoint.safetensors_index import StoredTensor, TensorReader, read_index
 from drumline.checkpoint.shard_plan import TensorRequest, plan_loading, reader_ranks, whole_tensor
-from drumline.core.hugepages import allocate_hugepages
+from drumline.core.cpu.hugepages import allocate_hugepages
 from drumline.core.mesh import Mesh
 from drumline.core.shards import Region, local_shape, owned_regions
 

@@ -1,0 +1,1 @@
+"""Faster ways of a processor: memory in huge pages, products by oneDNN."""
