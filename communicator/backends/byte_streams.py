@@ -6,12 +6,19 @@ Libraries that offer the stream entries of communicator.h have them, and TCP con
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import math
 import os
 import select
 import socket
+import sys
+import termios
+import time
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeAlias
 
+from communicator import timings
 from communicator.errors import PeerLost
 from coordinator import Coordinator, EncryptedSocket
 
@@ -58,7 +65,7 @@ class TcpStreams:
     """
 
     def __init__(self, connections: dict[int, socket.socket], silent_s: float) -> None:
-        self._connections = connections
+        self._connections, self._silent_s, self._pid = connections, silent_s, os.getpid()
         self._peers = {link.fileno(): peer for peer, link in connections.items()}
         self._encrypted = {
             peer: link for peer, link in connections.items() if isinstance(link, EncryptedSocket)
@@ -141,13 +148,49 @@ class TcpStreams:
             raise PeerLost(f"rank {peer}: {why}")
 
     def close(self) -> None:
-        """Close the connections. No other thread may use the streams then."""
+        """Close the connections once the peers' hosts have what was sent, or are silent.
+
+        No other thread may use the streams then. Twice, it does nothing.
+        """
+        if self._ready.closed:
+            return
+        if os.getpid() == self._pid:  # in a forked child they are the parent's
+            _drain(self._connections.values(), self._silent_s)
         for link in self._connections.values():
             link.close()
         self._ready.close()
         self._service.close()
         os.close(self._wake)
         os.close(self._wake_service)
+
+
+def _drain(links: Iterable[socket.socket], limit_s: float) -> None:
+    """Send the end of each stream, and wait until the peers' hosts have acknowledged the rest.
+
+    What comes meanwhile is dropped. If a connection is closed before that, and something is unread
+    or comes later, the system resets it, and drops what has not left (RFC 1122, 4.2.2.13).
+    """
+    deadline = time.monotonic() + limit_s
+    for link in links:
+        with suppress(OSError):  # it has ended
+            link.shutdown(socket.SHUT_WR)
+    while links := [link for link in links if _has_unacknowledged(link)]:
+        if time.monotonic() > deadline:
+            return
+        time.sleep(timings.TIMINGS.exit_poll_s)
+
+
+def _has_unacknowledged(link: socket.socket) -> bool:
+    """Drop what has come. False too if the peer has closed its end."""
+    size = bytearray(4)
+    try:
+        while socket.socket.recv(link, 1 << 16):  # of an encrypted one too, as it comes
+            pass
+    except BlockingIOError:
+        fcntl.ioctl(link, termios.TIOCOUTQ, size)  # SIOCOUTQ, tcp(7)
+    except OSError:
+        pass
+    return int.from_bytes(size, sys.byteorder) > 1  # the end of the stream counts as a byte
 
 
 ByteStreams: TypeAlias = "Comm | TcpStreams"

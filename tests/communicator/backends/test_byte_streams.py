@@ -1,0 +1,72 @@
+"""Streams over connections: what is sent comes, and an end is seen."""
+
+import ctypes
+import secrets
+import socket
+import threading
+import time
+
+import pytest
+
+from communicator import PeerLost
+from communicator.backends.byte_streams import TcpStreams
+from launcher.authentication.encryption import EncryptedSocket
+
+NBYTES = 1 << 16
+
+
+@pytest.fixture(params=["plain", "encrypted"])
+def streams(request):
+    """Those of ranks 0 and 1, over a connection with each other."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        links = [socket.create_connection(listener.getsockname()), listener.accept()[0]]
+    if request.param == "encrypted":
+        keys = [secrets.token_bytes(32), secrets.token_bytes(32)]
+        orders = [keys, keys[::-1]]
+        links = [
+            EncryptedSocket(link, b"".join(order))
+            for link, order in zip(links, orders, strict=True)
+        ]
+    both = [TcpStreams({1 - rank: link}, 20.0) for rank, link in enumerate(links)]
+    yield both
+    for end in both:
+        end.close()
+
+
+def fill(streams, dst):
+    """Write as much as is taken; its number of bytes."""
+    total, data = 0, ctypes.create_string_buffer(NBYTES)
+    while count := streams.stream_write(dst, b"", ctypes.addressof(data), NBYTES):
+        total += count
+    return total
+
+
+def read_all(streams, src):
+    """Read to the end; the number of bytes that came."""
+    total, memory = 0, ctypes.create_string_buffer(NBYTES)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        count = streams.stream_read(src, ctypes.addressof(memory), NBYTES)
+        total += count
+        try:
+            streams.stream_check(src)
+        except PeerLost:
+            return total
+    raise AssertionError("no end")
+
+
+@pytest.mark.parametrize("answered", ["before", "after"])
+def test_what_was_sent_comes_although_the_sender_closes_before_it_reads_all(streams, answered):
+    """Its system reset the connection, and dropped what had not left."""
+    nbytes = fill(streams[0], 1)
+    closer = threading.Thread(target=streams[0].close)
+    if answered == "after":
+        closer.start()
+        closer.join(0.2)
+    streams[1].stream_write(0, b"answer", 0, 0)
+    if answered == "before":
+        closer.start()
+    closer.join(0.2)
+    assert read_all(streams[1], 0) == nbytes
+    closer.join(20)
+    assert not closer.is_alive()
