@@ -62,14 +62,17 @@ def open_messages(comm: Messenger, backend: Backend) -> Messages:
     return HostMessages(backend) if backend.device.type == "cpu" else DeviceMessages(comm)
 
 
-def open_p2p(members: GroupRanks, backend: Backend | None) -> P2PGroup | None:
-    """The group of all ranks, over the streams of their communicator, or connections of its own.
+def open_p2p(
+    members: GroupRanks, backend: Backend | None
+) -> tuple[P2PGroup | None, TcpStreams | None]:
+    """The group of all ranks, over the streams of their communicator, or over these connections.
 
-    Collective. None for a rank alone.
+    Collective. The caller closes first the one and then the other. No group for a rank alone.
     """
     if members.world_size == 1:
-        return None
+        return None, None
     coor = members.coordinator()
-    own = backend and backend.streams
-    streams = own or TcpStreams(coor.connections(), silent_s(coor))
-    return P2PEngine(members, streams).all_ranks
+    if backend is not None and backend.streams is not None:
+        return P2PEngine(members, backend.streams).all_ranks, None
+    connections = TcpStreams(coor.connections(), silent_s(coor))
+    return P2PEngine(members, connections).all_ranks, connections

@@ -176,8 +176,13 @@ class P2PEngine:
         self._finish_ended()
         if self._service is not None and self._service is not threading.current_thread():
             self._service.join()
-        while self._driver not in (None, threading.get_ident()):
+        while self._has_driver():
             time.sleep(timings.TIMINGS.exit_poll_s)
+
+    def _has_driver(self) -> bool:
+        """True if another thread moves messages."""
+        with self._lock:
+            return self._driver not in (None, threading.get_ident())
 
     # Who moves the messages.
 
@@ -186,7 +191,7 @@ class P2PEngine:
         this_thread = threading.get_ident()
         with self._lock:
             before = self._driver
-            if before not in (None, this_thread):
+            if self._is_closed or before not in (None, this_thread):
                 return False
             self._driver = this_thread
             self._streams.stream_notify(DISARM)
@@ -236,7 +241,7 @@ class P2PEngine:
         return bool(self._pending) or any(self._outgoing.values())
 
     def _move_all(self) -> None:
-        while (peer := self._streams.stream_wait(self._interest, 0)) >= 0:
+        while not self._is_closed and (peer := self._streams.stream_wait(self._interest, 0)) >= 0:
             self._move(peer)
 
     def _move(self, peer: int) -> None:

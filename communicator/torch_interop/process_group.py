@@ -5,10 +5,12 @@ dist.init_process_group("drumline")     # or "cpu:drumline,cuda:drumline"
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import atexit
+import os
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -16,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from communicator.backends.byte_streams import TcpStreams
 from communicator.backends.plugin import PluginBackend
 from communicator.calls.async_work import AsyncWork, WorkQueue
 from communicator.errors import Unsupported
@@ -79,6 +82,7 @@ class DrumlineProcessGroup(GroupCollectives):
         self._ranks, self._queue = ranks, queue
         self._comms = LazyCommunicators(ranks, DEVICE_TYPES, chosen)
         self._p2p: P2PGroup | None = None
+        self._end_messages: Callable[[], object] = lambda: None
         if whole is None:
             self._open_p2p_and_devices(self._comms.chosen)
         else:
@@ -100,7 +104,10 @@ class DrumlineProcessGroup(GroupCollectives):
         self._open_if_any("cpu")
         self._open_if_any("cuda")
         comm = self._comms.if_opened("cpu")
-        self._p2p = open_p2p(self._ranks, comm and comm._backend)
+        self._p2p, connections = open_p2p(self._ranks, comm and comm._backend)
+        if self._p2p is not None and connections is not None:
+            self._end_messages = partial(_close_messages, self._p2p, connections, os.getpid())
+            atexit.register(self._end_messages)
 
     def _open_if_any(self, device_type: str) -> None:
         with suppress(Unsupported):
@@ -143,6 +150,8 @@ class DrumlineProcessGroup(GroupCollectives):
         self._queue.close()
         if self._p2p is not None:
             self._p2p.close()
+        self._end_messages()
+        atexit.unregister(self._end_messages)
         self.abort()
 
     def abort(self) -> None:
@@ -175,6 +184,13 @@ class DrumlineProcessGroup(GroupCollectives):
         if tensor.device.type == "cpu" and self._p2p is not None:
             return self._p2p.start(kind, tensor, peer, tag)
         return self._deferred.add(self._comms.of(tensor.device.type), kind, tensor, peer, tag)
+
+
+def _close_messages(p2p: P2PGroup, connections: TcpStreams, pid: int) -> None:
+    """Let what was sent come. In a forked child another thread may hold the lock for ever."""
+    if os.getpid() == pid:
+        p2p.close()
+        connections.close()
 
 
 def create_group(options: Any, _: Any) -> Any:

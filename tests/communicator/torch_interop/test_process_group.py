@@ -63,6 +63,47 @@ def test_ranks_that_torchrun_restarts_meet_again(warm, commands, tmp_path):
     assert done.stdout.count("sum 6") == 2
 
 
+# Rank 1 sends what rank 0 leaves unread, and receives once rank 0 has ended, or waits to end.
+SENT = """
+import os, sys, time, torch, torch.distributed as dist
+from communicator import PeerLost
+from communicator.backends.tcp import Tcp
+from communicator.calls.async_work import WorkQueue
+from communicator.p2p.group_ranks import GroupRanks, meet
+from communicator.torch_interop.process_group import DrumlineProcessGroup
+sends, sent = os.pipe()
+rank = int(os.fork() == 0)
+coor = meet(dist.FileStore(sys.argv[1], 2), rank, 2, 20.0)
+group = DrumlineProcessGroup(GroupRanks(coor), WorkQueue(), chosen={"cpu": Tcp, "cuda": None})
+value, came = torch.ones(40_000), torch.zeros(40_000)
+if rank == 0:
+    work = group.send([value], 1)
+    work.wait()
+    os.write(sent, b"s")
+    time.sleep(0.2)
+    if sys.argv[2] == "shutdown":
+        group.shutdown()
+    sys.exit()
+os.read(sends, 1)
+group._p2p.engine._streams.stream_write(0, b"unread", 0, 0)  # a send would read, too
+time.sleep(0.5)
+group.recv([came], 0).wait()
+assert came.eq(1).all()
+try:
+    group.recv([came], 0).wait()
+except PeerLost:
+    sys.stdout.write("came")
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("end", ["shutdown", "exit"])
+def test_what_was_sent_over_connections_comes_although_the_sender_ends(warm, tmp_path, end):
+    """The system dropped it at the sender's exit, and shutdown() told the other rank nothing."""
+    done = warm.run("-c", SENT, tmp_path / "store", end)
+    assert (done.returncode, done.stdout) == (0, "came"), done.stderr
+
+
 # Its queue's thread is in a call, of a tensor with gaps, which goes through Python.
 LEFT = """
 import os, sys, time, torch, torch.distributed as dist, communicator.torch_interop.process_group
