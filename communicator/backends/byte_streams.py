@@ -27,8 +27,13 @@ if TYPE_CHECKING:
 
 READABLE, WRITABLE = 1, 2  # COMM_STREAM_READABLE, COMM_STREAM_WRITABLE
 DISARM, ARM, WAKE = 0, 1, 2  # COMM_STREAM_DISARM and so on
-# By the sum of those.
-EVENTS = (0, select.EPOLLIN, select.EPOLLOUT, select.EPOLLIN | select.EPOLLOUT)
+# By the sum of those. Where nothing is read, no read finds the end.
+EVENTS = (
+    select.EPOLLRDHUP,
+    select.EPOLLIN,
+    select.EPOLLOUT | select.EPOLLRDHUP,
+    select.EPOLLIN | select.EPOLLOUT,
+)
 
 KEEP_ALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # tcp(7); in seconds
 # For what was sent to be acknowledged, in ms: as soon as an idle connection is given up.
@@ -106,15 +111,19 @@ class TcpStreams:
 
     def stream_wait(self, interest: bytearray, timeout_ms: int, /) -> int:
         for peer, bits in enumerate(interest):
-            if EVENTS[bits] != self._events.get(peer, 0):
-                self._set_events(peer, 0 if peer in self._ends else EVENTS[bits])
+            events = 0 if peer in self._ends else EVENTS[bits]
+            if events != self._events.get(peer, 0):
+                self._set_events(peer, events)
         for peer, link in self._encrypted.items():
             if interest[peer] & READABLE and link.pending():
                 return peer
-        for fd, _ in self._ready.poll(timeout_ms / 1e3, 1):
-            if fd != self._wake:
-                return self._peers[fd]
-            os.eventfd_read(self._wake)
+        for fd, events in self._ready.poll(timeout_ms / 1e3, 1):
+            if fd == self._wake:
+                os.eventfd_read(self._wake)
+                return -1
+            if events & select.EPOLLRDHUP:
+                self._ends.setdefault(self._peers[fd], "it closed the connection")
+            return self._peers[fd]
         return -1
 
     def _set_events(self, peer: int, events: int) -> None:

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from communicator import PeerLost
-from communicator.backends.byte_streams import TcpStreams
+from communicator.backends.byte_streams import WRITABLE, TcpStreams
 from launcher.authentication.encryption import EncryptedSocket
 
 NBYTES = 1 << 16
@@ -70,3 +70,19 @@ def test_what_was_sent_comes_although_the_sender_closes_before_it_reads_all(stre
     assert read_all(streams[1], 0) == nbytes
     closer.join(20)
     assert not closer.is_alive()
+
+
+@pytest.mark.parametrize("interest", [0, WRITABLE])
+def test_end_of_a_peer_that_is_not_read_from_is_seen_once(streams, interest):
+    """One with something to send was ready for ever, and another one's end was never seen."""
+    fill(streams[1], 0)
+    streams[1].stream_wait(bytearray([interest, 0]), 0)
+    fill(streams[0], 1)  # is unread, so that the connection is reset
+    for link in streams[0]._connections.values():
+        link.close()
+    for timeout_ms in (10_000, 0, 0):
+        if streams[1].stream_wait(bytearray([interest, 0]), timeout_ms) == 0:
+            streams[1].stream_write(0, b"rest", 0, 0)
+    assert streams[1].stream_wait(bytearray([interest, 0]), 0) == -1
+    with pytest.raises(PeerLost):
+        streams[1].stream_check(0)
