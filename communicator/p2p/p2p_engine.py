@@ -233,6 +233,8 @@ class P2PEngine:
                     self._streams.stream_notify(ARM)
                     self._move_all()
                     self._check_peers()
+                if not self._has_work():
+                    self._streams.stream_notify(DISARM)  # what comes now stays unread
                 self._is_asleep = was_idle and not self._has_work()
                 was_idle = not self._has_work()
             self._finish_ended()

@@ -359,3 +359,31 @@ def test_a_thread_that_waits_as_another_ends_leaves_no_driver(engines):
         return driver
 
     assert engines(body)[0] is None
+
+
+def test_service_sleeps_while_a_message_that_nobody_receives_is_unread(engines):
+    """It looked again and again, for as long as the message was there."""
+    is_posted, has_received, has_measured = (threading.Event() for _ in range(3))
+
+    def body(engine):
+        if engine.rank == 1:
+            assert is_posted.wait(20)
+            engine.start("send", torch.ones(1), 0, 0).wait()
+            assert has_received.wait(20)
+            engine.start("send", torch.ones(1), 0, 1).wait()
+        if engine.rank:
+            assert has_measured.wait(20)
+            return None
+        work = engine.start("recv", torch.zeros(1), 1, 0)
+        is_posted.set()
+        while not work.is_completed():
+            time.sleep(0.01)
+        has_received.set()
+        time.sleep(0.3)  # in which the service falls asleep
+        clock = time.pthread_getcpuclockid(engine.engine._service.ident)
+        before_s = time.clock_gettime(clock)
+        time.sleep(0.3)
+        has_measured.set()
+        return time.clock_gettime(clock) - before_s
+
+    assert engines(body)[0] < 0.03
