@@ -60,7 +60,7 @@ class Run {
     std::vector<int> unfinished_;      // transfers by round
     size_t first_round_ = 0;           // that is not finished
     uint64_t nbytes_ = 0;
-    int64_t started_ns_, looked_ns_ = started_ns_;
+    int64_t started_ns_, looked_ns_ = started_ns_, moved_ns_ = started_ns_;
     std::vector<pollfd> polls_;
 };
 
@@ -146,6 +146,7 @@ bool Run::progress() {
         active_[i] = transfer.next != nullptr ? transfer.next : active_.back();
         if (transfer.next == nullptr) active_.pop_back();
     }
+    if (has_moved) moved_ns_ = shm::now_ns();
     return has_moved;
 }
 
@@ -179,7 +180,8 @@ bool Run::wait() {
         polls_.push_back({engine_.connections_[transfer->peer]->fd,
                           static_cast<short>(transfer->is_send ? POLLOUT : POLLIN), 0});
     int count = poll(polls_.data(), polls_.size(), static_cast<int>(engine_.poll_ns_ / 1000000));
-    if (count <= 0) return look(count == 0);
+    // A signal that comes often ends each poll(2) before its time.
+    if (count <= 0) return look(count == 0 || shm::now_ns() - moved_ns_ >= engine_.poll_ns_);
     for (size_t i = 0; i < polls_.size(); ++i) active_[i]->must_wait = polls_[i].revents == 0;
     return shm::now_ns() - looked_ns_ < engine_.poll_ns_ || look(false);
 }

@@ -1,12 +1,14 @@
 """The tcp backend: connections of our own. Killed ranks are in test_killed_ranks.py."""
 
 import gc
+import signal
 import sys
 import threading
 import time
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from communicator import (
     Communicator,
@@ -241,6 +243,35 @@ def test_nobody_comes_before_the_deadline_and_then_it_is_over(ranks):
                     comm.recv(torch.ones(1), 0)
 
     ranks(body, 2)
+
+
+def test_deadline_passes_although_a_signal_comes_often():
+    """It began anew after each signal, as a profiler's timer sends them."""
+    store, limit_s = HashStore(), time.monotonic() + 8
+
+    def rank_of(rank):
+        with Coordinator.over(store, rank, 2, timeout_s=20) as coor:
+            comm = Communicator(coor, "tcp")
+            comm.set_timeout(0.5)  # of the calls: to open takes as long as it takes
+            if rank == 0:
+                signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+                with pytest.raises(CommunicatorTimeout):
+                    comm.recv(torch.ones(1), 1)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            coor.barrier()
+
+    def handler(*_):
+        assert time.monotonic() < limit_s
+
+    before = signal.signal(signal.SIGALRM, handler)
+    peer = threading.Thread(target=rank_of, args=(1,))
+    peer.start()
+    try:
+        rank_of(0)  # in the main thread, which handles signals
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        peer.join()
 
 
 @pytest.mark.soak
