@@ -71,6 +71,7 @@ void PeerLink::send(TcpMessage& message) {
     message.done += static_cast<uint64_t>(std::max<ssize_t>(count, 0));
     message.is_finished = message.done == total;
     message.must_wait = !message.is_finished;
+    if (message.must_wait && !is_open()) throw find_end({peer_, 0, 0, "it closed the connection"});
     is_sending_ = (message.done > 0 || (stream_ && stream_->has_unsent())) && !message.is_finished;
 }
 

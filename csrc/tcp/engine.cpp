@@ -178,7 +178,7 @@ bool Run::wait() {
     polls_.clear();
     for (const TcpMessage* transfer : active_)
         polls_.push_back({engine_.connections_[transfer->peer]->fd,
-                          static_cast<short>(transfer->is_send ? POLLOUT : POLLIN), 0});
+                          static_cast<short>(transfer->is_send ? POLLOUT | POLLRDHUP : POLLIN), 0});
     int count = poll(polls_.data(), polls_.size(), static_cast<int>(engine_.poll_ns_ / 1000000));
     // A signal that comes often ends each poll(2) before its time.
     if (count <= 0) return look(count == 0 || shm::now_ns() - moved_ns_ >= engine_.poll_ns_);

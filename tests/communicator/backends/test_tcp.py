@@ -356,3 +356,23 @@ def test_who_ends_the_wait_of_another_thread_blames_nobody_else(ranks, how):
             comm.close()
 
     ranks(body, 2)
+
+
+@pytest.mark.parametrize("how", ["close", "abort"])
+def test_a_sender_that_waits_for_room_hears_that_the_receiver_has_ended(ranks, how):
+    """It waited for its deadline, or for the system's, as the receiver's had no room for more."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            comm = Communicator(coor, "tcp")
+            comm.set_timeout(5.0)  # of the calls: to open takes as long as it takes
+            if comm.rank == 0:
+                with pytest.raises(PeerLost, match=f"rank 1 {how}e?d its communicator"):
+                    comm.send(torch.ones(5_000_000), 1)
+            else:
+                time.sleep(0.3)
+                getattr(comm, how)()
+            coor.barrier()
+            comm.close()
+
+    ranks(body, 2)
