@@ -342,7 +342,7 @@ class Tcp(ScheduledCollectives, ComparedByMessages):
     # A failure within a call desynchronises the ranks, so it ends the communicator.
 
     def _fail(self, error: BaseException, call: str) -> NoReturn:
-        if isinstance(error, ConnectionEnded):
+        if self.ended_by is None and isinstance(error, ConnectionEnded):
             error = self._connection_lost(*error.args)
         self.ended_by = self.ended_by or self._error_for(error, call)
         self._announce_end(str(self.ended_by))

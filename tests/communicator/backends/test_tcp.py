@@ -358,6 +358,23 @@ def test_who_ends_the_wait_of_another_thread_blames_nobody_else(ranks, how):
     ranks(body, 2)
 
 
+def test_who_closes_while_another_thread_sends_is_named_by_its_error(ranks):
+    """It was EBADF, of asking the connection that was closed meanwhile why it had ended."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            comm = Communicator(coor, "tcp")
+            if comm.rank == 0:
+                threading.Timer(0.3, comm.close).start()
+                too_late = "|^rank 0: send on a closed"  # where the timer came first
+                with pytest.raises(CommunicatorError, match=f"^rank 0 closed its{too_late}"):
+                    comm.send(torch.ones(5_000_000), 1)
+            coor.barrier()
+            comm.close()
+
+    ranks(body, 2)
+
+
 @pytest.mark.parametrize("how", ["close", "abort"])
 def test_a_sender_that_waits_for_room_hears_that_the_receiver_has_ended(ranks, how):
     """It waited for its deadline, or for the system's, as the receiver's had no room for more."""
