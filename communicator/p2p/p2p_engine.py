@@ -169,6 +169,8 @@ class P2PEngine:
 
     def _close(self) -> None:
         with self._lock:
+            if self._is_closed:
+                return
             self._is_closed = True
             for group in self._groups.values():
                 self._end_works_of(group)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from communicator.backend import Backend
@@ -77,6 +78,13 @@ class LazyCommunicators:
             for comm in self._opened.values():
                 if comm is not None:
                     comm.set_timeout(timeout_s)
+
+    def abort(self) -> None:
+        """Make calls that wait raise, where the backend has a way to."""
+        for comm in list(self._opened.values()):
+            if comm is not None:
+                with suppress(Unsupported):
+                    comm.abort()
 
     def close(self) -> None:
         if not self._lock.acquire(blocking=False):

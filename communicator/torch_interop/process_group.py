@@ -148,13 +148,18 @@ class DrumlineProcessGroup(GroupCollectives):
         """End all calls, and close the communicators."""
         self._deferred.start()
         self._queue.close()
+        self._close()
+
+    def abort(self) -> None:
+        """End all calls with an error, and close the communicators."""
+        self._comms.abort()
+        self._close()
+
+    def _close(self) -> None:
         if self._p2p is not None:
             self._p2p.close()
         self._end_messages()
         atexit.unregister(self._end_messages)
-        self.abort()
-
-    def abort(self) -> None:
         self._comms.close()
 
     # Sends and receives.
