@@ -118,6 +118,7 @@ class Tcp(ScheduledCollectives, ComparedByMessages):
 
     name = "tcp"
     ended_by: DrumlineError | None = None  # the error of all later calls
+    _is_last_wait = False  # a peer was lost before the wait for more began
     capabilities = Capabilities(empty_messages=True, empty_collectives=True, encrypts=True)
 
     @classmethod
@@ -317,6 +318,14 @@ class Tcp(ScheduledCollectives, ComparedByMessages):
         """Raise TimeoutError past the deadline, ConnectionLost if waiting has become pointless."""
         if waited_s > self.timeout_s:
             raise DeadlinePassed(peers)
+        try:
+            self._check_peers(peers, waited_s)
+        except ConnectionLost:
+            if self._is_last_wait:
+                raise
+            self._is_last_wait = True  # for what a peer sent just before its end
+
+    def _check_peers(self, peers: Sequence[int], waited_s: float) -> None:
         try:
             self.coor.check()
         except CoordinatorError as error:

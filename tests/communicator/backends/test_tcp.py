@@ -2,9 +2,11 @@
 
 import gc
 import signal
+import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -354,6 +356,35 @@ def test_who_ends_the_wait_of_another_thread_blames_nobody_else(ranks, how):
                 comm.recv(torch.ones(1), 1 - comm.rank)
             coor.barrier()
             comm.close()
+
+    ranks(body, 2)
+
+
+def test_what_a_peer_sends_just_before_it_ends_is_received(ranks):
+    """It counted as lost, where it did so after the last look at its connection."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    has_looked, has_sent = threading.Event(), threading.Event()
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            comm = Communicator(coor, "tcp")
+            if comm.rank == 1:
+                assert has_looked.wait(20)
+                comm.send(torch.ones(3), 0)
+                return has_sent.set()
+            check = comm._backend._check_wait
+
+            def end_and_check(*arguments):
+                has_looked.set()
+                assert has_sent.wait(20)
+                coor.peers = (coor.peers[0], replace(coor.peers[1], pid=process.pid, start_ticks=1))
+                check(*arguments)
+
+            comm._backend._check_wait = end_and_check
+            assert comm.recv(torch.zeros(3), 1).tolist() == [1.0] * 3
+            with pytest.raises(PeerLost):
+                comm.recv(torch.zeros(3), 1)
 
     ranks(body, 2)
 
