@@ -22,7 +22,8 @@ class CallQueue {
         std::mutex mutex;
         std::condition_variable changed;
         std::deque<Item> items;
-        bool busy = false;  // a call runs
+        bool busy = false;    // a call runs
+        bool served = false;  // a thread will look at the items
         bool stopping = false;
     };
 
@@ -58,7 +59,11 @@ class CallQueue {
         std::lock_guard<std::mutex> lock(state_->mutex);
         state_->items.push_back({std::move(call), work});
         state_->changed.notify_all();
-        if (!thread_.joinable()) thread_ = std::thread(serve, state_);
+        if (!state_->served) {  // or no longer, after close()
+            if (thread_.joinable()) thread_.detach();
+            thread_ = std::thread(serve, state_);
+            state_->served = true;
+        }
         return work;
     }
 
@@ -95,7 +100,12 @@ class CallQueue {
     // Returns when all calls have ended. Without the GIL.
     void close() {
         request_stop();
-        if (thread_.joinable() && served() != state_.get()) thread_.join();
+        std::thread ending;
+        if (served() != state_.get()) {
+            std::lock_guard<std::mutex> lock(state_->mutex);
+            ending.swap(thread_);  // a call that is submitted meanwhile may need another one
+        }
+        if (ending.joinable()) ending.join();
     }
 
   private:
@@ -121,7 +131,10 @@ class CallQueue {
         for (;;) {
             state->changed.wait(
                 lock, [&] { return !state->busy && (state->stopping || !state->items.empty()); });
-            if (state->items.empty()) return;
+            if (state->items.empty()) {
+                state->served = false;
+                return;
+            }
             Item item = std::move(state->items.front());
             state->items.pop_front();
             state->busy = true;

@@ -1,6 +1,8 @@
 """The C++ part of the torch backend: what happens where it cannot be compiled."""
 
 import subprocess
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,16 @@ def home(monkeypatch, tmp_path):
 def test_cpp_part_is_compiled_and_loaded_here():
     native_backend.load.cache_clear()
     assert hasattr(native_backend.load(), "DrumlineBackend")
+
+
+def test_calls_that_are_submitted_to_a_closed_queue_run():
+    """The second one waited for a thread that had ended."""
+    queue = native_backend.load().CallQueue(0)
+    for _ in range(2):
+        queue.close()
+        for _ in range(3):
+            assert queue.submit(lambda: None, []).wait(timedelta(seconds=20))
+            time.sleep(0.01)
 
 
 def test_without_a_compiler_a_warning_says_what_to_install(home, monkeypatch):
