@@ -138,7 +138,7 @@ class P2PEngine:
 
     def close_group(self, group: P2PGroup) -> None:
         if group is self.all_ranks:
-            return self._close()
+            return None if self._is_closed else self._close()
         with self._lock:
             if group.is_closed:
                 return
@@ -169,8 +169,6 @@ class P2PEngine:
 
     def _close(self) -> None:
         with self._lock:
-            if self._is_closed:
-                return
             self._is_closed = True
             for group in self._groups.values():
                 self._end_works_of(group)
@@ -178,13 +176,8 @@ class P2PEngine:
         self._finish_ended()
         if self._service is not None and self._service is not threading.current_thread():
             self._service.join()
-        while self._has_driver():
+        while self._driver not in (None, threading.get_ident()):
             time.sleep(timings.TIMINGS.exit_poll_s)
-
-    def _has_driver(self) -> bool:
-        """True if another thread moves messages."""
-        with self._lock:
-            return self._driver not in (None, threading.get_ident())
 
     # Who moves the messages.
 
