@@ -81,6 +81,7 @@ class P2PEngine:
         self._buffered = dict.fromkeys(peers, 0)  # bytes of the arrivals
         self._interest = bytearray(READABLE * (rank != coor.rank) for rank in range(len(peers) + 1))
         self._lost: dict[int, str] = {}
+        self._living: set[int] = set()  # of those, when they were looked at last
         self._driver: int | None = None  # the thread that waits, and so moves the messages
         self._service: threading.Thread | None = None
         self._is_asleep = False  # the service has nothing to look after
@@ -431,11 +432,13 @@ class P2PEngine:
     # Peers that have gone.
 
     def _check_peers(self) -> None:
-        """End the works that wait for a peer that has gone."""
+        """End the works that wait for a peer that has gone, or has died since it had gone."""
+        for peer in [peer for peer in self._living if self.has_died(peer)]:
+            self._living.remove(peer)
+            self._lose(peer, self._lost[peer])
         awaited = {work.peer for work in self._pending}
-        for peer in self._outgoing if ANY_SOURCE in awaited else awaited:
-            if peer in self._lost:
-                continue
+        peers = self._outgoing if ANY_SOURCE in awaited else awaited
+        for peer in set(peers) - self._lost.keys():
             try:
                 self._streams.stream_check(peer)
             except DrumlineError as error:
@@ -450,6 +453,8 @@ class P2PEngine:
         self._arrivals = [item for item in self._arrivals if item.src != peer or item.is_complete]
         self._offered = {key: work for key, work in self._offered.items() if work.peer != peer}
         self._accepted = {key: work for key, work in self._accepted.items() if key[0] != peer}
+        if not self.has_died(peer):  # a process closes its streams some time before it is dead
+            self._living.add(peer)
         for work in [work for work in self._pending if work.awaits(peer)]:
             self._end(work, self._lost_error(work.group, peer, work))
 

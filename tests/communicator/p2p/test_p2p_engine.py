@@ -17,6 +17,7 @@ from communicator.errors import DrumlineError
 from communicator.p2p.p2p_engine import MAX_UNCONFIRMED_BYTES, P2PEngine
 from communicator.p2p.p2p_messages import ANY_SOURCE, MESSAGE, P2PWork, Packet, message
 from coordinator import Coordinator
+from coordinator.peers import start_ticks
 
 WORLD = 3
 LARGE = 300_000
@@ -174,6 +175,33 @@ def test_receive_from_any_source_hears_of_a_death_once_and_then_of_the_others(en
             engine.start("send", torch.zeros(1), 0, 0).wait()
 
     process.wait()
+    engines(body)
+
+
+def test_receive_from_any_source_hears_of_a_death_that_is_seen_after_the_end_of_the_streams(
+    engines,
+):
+    """It was asked for once, at that end, and the receive waited for its deadline."""
+    process = subprocess.Popen(["sleep", "60"])
+    ticks, is_over = start_ticks(process.pid), threading.Event()
+
+    def body(engine):
+        if engine.rank == 0:
+            peers = list(engine.peers)
+            peers[1] = replace(peers[1], pid=process.pid, start_ticks=ticks)
+            engine.peers = engine.engine._coor.peers = tuple(peers)
+            work = engine.start("recv", torch.zeros(1), ANY_SOURCE, 0)
+            while 1 not in engine.engine._lost:
+                time.sleep(0.01)
+            assert not work.is_completed()
+            process.kill()
+            process.wait()
+            with pytest.raises(PeerLost, match=r"lost rank 1 .* in recv .* from any source"):
+                work.wait()
+            is_over.set()
+        elif engine.rank == 2:
+            assert is_over.wait(20)
+
     engines(body)
 
 
