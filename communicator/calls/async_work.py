@@ -108,6 +108,7 @@ class WorkQueue:
 
     def __init__(self) -> None:
         self._calls: Queue[Callable[[], object] | None] = Queue()
+        self._lock, self._is_closed = threading.Lock(), False
         self._thread: threading.Thread | None = None
 
     def run(self, call: Callable[[], object], result: list[torch.Tensor]) -> AsyncWork:
@@ -118,17 +119,20 @@ class WorkQueue:
         """Run the call after those before it, and return at once.
 
         One that is submitted when another ends (Future.then) runs here, and so comes next on all
-        ranks if each asked for that end before it made any further call.
+        ranks if each asked for that end before it made any further call. After close() all do.
         """
         handle = AsyncWork(result)
         if threading.current_thread() is self._thread:
             with torch.inference_mode():  # as the calls it serves, which end() has left
                 return handle.run(call)
-        self._calls.put(lambda: handle.run(call))
-        if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._calls,), daemon=True)
-            self._thread.start()
-        return handle
+        with self._lock:
+            if not self._is_closed:
+                self._calls.put(lambda: handle.run(call))
+                if self._thread is None:
+                    self._thread = threading.Thread(target=_serve, args=(self._calls,), daemon=True)
+                    self._thread.start()
+                return handle
+        return handle.run(call)
 
     def run_or_submit(self, call: Callable[[], object], result: list[torch.Tensor]) -> AsyncWork:
         """Run the call on this thread if none is before it: no thread need wake. Or submit it."""
@@ -148,10 +152,12 @@ class WorkQueue:
 
     def close(self, is_waiting: bool = True) -> None:
         """Return when all calls have ended, or let them end by themselves."""
-        if self._thread is not None:
-            self._calls.put(None)
-            if is_waiting:
-                self._thread.join()
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+            if self._thread is not None and not was_closed:
+                self._calls.put(None)
+        if self._thread is not None and is_waiting:
+            self._thread.join()
 
 
 @torch.inference_mode()  # so that it may write to any tensor, as a caller in that mode could

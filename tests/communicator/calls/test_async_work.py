@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from communicator import PeerLost
-from communicator.calls.async_work import AsyncWork
+from communicator.calls.async_work import AsyncWork, WorkQueue
 
 
 def fail():
@@ -31,3 +31,13 @@ def test_failed_call_raises_its_error_in_wait_and_the_text_of_it_in_the_future(a
         handle.wait()
     with pytest.raises(RuntimeError, match="PeerLost: rank 0: rank 1 has died"):
         torch.futures.wait_all([handle.get_future()])
+
+
+def test_calls_that_are_submitted_to_a_closed_queue_run():
+    queue, results = WorkQueue(), []
+    queue.submit(lambda: results.append(1), [])
+    for number in (2, 3):
+        queue.close()
+        handle = queue.submit(lambda number=number: results.append(number), [])
+        assert handle.is_completed() and queue.is_idle()
+    assert results == [1, 2, 3]
