@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from coordinator import torch_private
+from drumline.core.cpu.onednn_products import linear
 from drumline.core.shards import Region
 from drumline.errors import RefusedUse
 
@@ -191,7 +192,7 @@ def _linear(hidden: Any, packed: Any, bias: torch.Tensor | None = None) -> torch
         inputs = hidden.reshape(-1, hidden.shape[-1]).float().contiguous()
         product = packed.unpack.multiply(packed.parts, inputs, None)
     if product is None:
-        return functional.linear(*_unpacked((hidden, packed, bias)))
+        return linear(*_unpacked((hidden, packed, bias)))  # as the plain weight's layer does
     if bias is not None:
         product += bias
     return product.to(hidden.dtype).view(*hidden.shape[:-1], -1)
