@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
+from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup, ProcessGroupGloo, Store
 from torch.distributed.distributed_c10d import _get_process_group_store
 from torch.export import ExportedProgram
@@ -34,6 +35,11 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 is_transformed: Callable[[Any], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 """True for a tensor inside of vmap or grad."""
+
+
+def has_tangents() -> bool:
+    """True inside of forward_ad.dual_level(), where tensors may have derivatives beside them."""
+    return bool(forward_ad._current_level >= 0)
 
 
 make_wrapper: Any = torch.Tensor._make_wrapper_subclass

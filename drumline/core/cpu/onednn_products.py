@@ -37,30 +37,43 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return _product(x, weight, bias) if _gains(weight) else F.linear(x, weight, bias)
 
 
-def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return _product(x, module.weight, module.bias)
+def _forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # as nn.Linear names it
+    return _product(input, module.weight, module.bias)
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if (
-        type(x) is torch.Tensor
-        and x.dtype is torch.float32 is weight.dtype
-        and weight.is_cpu
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
-        and not torch_private.is_transformed(x)
-    ):
+    is_plain = type(x) is torch.Tensor and x.dtype is torch.float32
+    if is_plain and _is_usual(weight) and _only_values_count(x, weight):
         return torch_private.onednn_linear(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
     return F.linear(x, weight, bias)
 
 
-def _gains(weight: torch.Tensor) -> bool:
+def _only_values_count(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """True where nothing but the product's values is asked for: no derivative, graph or cast."""
+    return not (
+        torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # type: ignore[no-untyped-call]
+        or torch_private.is_transformed(x)
+        or torch_private.is_transformed(weight)
+        or torch_private.has_tangents()
+    )
+
+
+def _is_usual(weight: torch.Tensor) -> bool:
     return (
         type(weight) in (torch.Tensor, nn.Parameter)
+        and weight.layout is torch.strided
         and weight.is_cpu
-        and weight.is_contiguous()
         and weight.dtype is torch.float32
+        and weight.is_contiguous()
+    )
+
+
+def _gains(weight: torch.Tensor) -> bool:
+    return (
+        _is_usual(weight)
         and weight.nbytes >= MIN_NBYTES
         and bool(torch.backends.mkldnn.enabled)
         and _has_onednn()

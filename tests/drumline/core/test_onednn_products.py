@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from coordinator import torch_private
@@ -77,7 +78,32 @@ def test_only_large_plain_layers_outside_of_autograd_are_changed(calls: list[tor
         assert layer(x).dtype is torch.bfloat16
     with torch.no_grad():
         torch.testing.assert_close(torch.func.vmap(layer)(x[:, None]), plain(x)[:, None])
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            assert forward_ad.unpack_dual(layer(input=dual)).tangent is not None
+        assert "mkldnn" not in str(torch.jit.trace(layer, x, check_trace=False).graph)
         assert layer.double()(x.double()).dtype is torch.float64
+    assert not calls
+
+
+@pytest.mark.parametrize("new", ["sparse", "strided", "subclass"])
+def test_weights_that_are_replaced_are_multiplied_by_torch(
+    calls: list[torch.Size], new: str
+) -> None:
+    class Other(torch.Tensor):
+        pass
+
+    layer, x = nn.Linear(64, WIDE, bias=False), torch.randn(2, 64)
+    use_onednn(layer)
+    with torch.no_grad():
+        plain = layer.weight.clone()
+        weights = {
+            "sparse": lambda: plain.to_sparse_csr(),
+            "strided": lambda: plain.t().contiguous().t(),
+            "subclass": lambda: plain.as_subclass(Other),
+        }
+        layer.weight = nn.Parameter(weights[new](), requires_grad=False)
+        torch.testing.assert_close(layer(x).as_subclass(torch.Tensor), F.linear(x, plain))
     assert not calls
 
 
