@@ -170,12 +170,19 @@ class DeviceMap:
         return sorted({rank for rank, _ in self.places.values()})
 
     def used(self, place: Place) -> int:
-        return sum(self.nbytes[name] for name, where in self.places.items() if where == place)
+        """The bytes of a place: those of its modules, and the caches of what runs there."""
+        own = [name for name, where in self.places.items() if where == place]
+        weights = sum(self.nbytes[name] - self.kept_nbytes.get(name, 0) for name in own)
+        return weights + self.used_by_caches(place)
+
+    def used_by_caches(self, place: Place) -> int:
+        """The bytes of the caches of the modules that run there, offloaded ones too."""
+        running = self.runs_on(place[0]).items()
+        return sum(self.kept_nbytes.get(name, 0) for name, device in running if device == place[1])
 
     def free_for_tokens(self, place: Place) -> tuple[int, int]:
         """The bytes of a place that were planned for caches, and those beyond the plan."""
-        kept = sum(n for name, n in self.kept_nbytes.items() if self.places[name] == place)
-        return kept, self.free_nbytes.get(place, 0) - self.used(place)
+        return self.used_by_caches(place), self.free_nbytes.get(place, 0) - self.used(place)
 
     def picture(self, width: int = 24) -> str:
         """One line per place: a bar of its memory, the bytes, and what it holds."""

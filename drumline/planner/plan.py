@@ -73,7 +73,8 @@ def plan(
     vocabulary back per token), otherwise to the last one.
 
     The CPU of a rank that has an accelerator, and "disk", are used only if the model does not fit
-    without; then memory for two layers is kept free where they run: one at work, one on its way.
+    without; then memory for two layers is kept free where they run, one at work, one on its way,
+    and for the caches of all of them.
 
     Raises PlanError, which says how many bytes are missing and where.
     """
@@ -89,10 +90,15 @@ def plan(
     levels = {place: offload_level(place, free_nbytes) for place in free_nbytes}
     if device_map == "fastest":
         planner = _Planner(model, free_nbytes, levels, max(levels.values()))
-        return planner.fastest(speeds or DeviceSpeeds({}), step or PassShape())
+        fastest = planner.fastest(speeds or DeviceSpeeds({}), step or PassShape())
+        while planner.reserve_for_caches(fastest):
+            fastest = planner.fastest(speeds or DeviceSpeeds({}), step or PassShape())
+        return fastest
     for deepest in sorted(set(levels.values())):
         planner = _Planner(model, free_nbytes, levels, deepest)
         complete_map = planner.plan(device_map, speeds, step or PassShape())
+        while complete_map is not None and planner.reserve_for_caches(complete_map):
+            complete_map = planner.plan(device_map, speeds, step or PassShape())
         if complete_map is not None:
             return complete_map
     raise planner.impossible()
@@ -118,6 +124,7 @@ class _Planner:
         self.near = [place for place in self.order if levels[place] == 0] or self.order
         self.groups = _contiguous_groups(model)
         self.pinned: dict[str, Place] = {}
+        self._kept_away: dict[Place, int] = {}  # caches of offloaded layers, where they run
 
     def plan(self, kind: str, speeds: DeviceSpeeds | None, step: PassShape) -> DeviceMap | None:
         """None if the model does not fit."""
@@ -269,6 +276,22 @@ class _Planner:
                 ranks.discard(place[0])  # its first device is where they run
         return kept
 
+    def reserve_for_caches(self, device_map: DeviceMap) -> bool:
+        """Keep memory for the caches of the map's offloaded layers, where they run.
+
+        True if it is more than before, so that a map has to be made anew.
+        """
+        before = dict(self._reserves)
+        for rank in device_map.ranks:
+            place = rank, device_map.device_of(rank)
+            away = [name for name, at in device_map.of(rank).items() if self.levels[rank, at]]
+            kept = sum(device_map.kept_nbytes[name] for name in away)
+            if place in before and not self.levels[place]:
+                more = max(0, kept - self._kept_away.get(place, 0))
+                self._kept_away[place] = self._kept_away.get(place, 0) + more
+                self._reserves[place] += more
+        return self._reserves != before
+
     def _fill(self, fraction: float) -> list[Place] | None:
         """The place of each group if places are filled to `fraction`; None if some do not fit."""
         if any(self._capacity(place, 1.0) < 0 for place in self.order):
@@ -278,8 +301,7 @@ class _Planner:
         place = next(places)
         free = self._capacity(place, fraction)
         for group in self.groups:
-            need = sum(part.nbytes for part in group)
-            while need > free:
+            while (need := self._needed(group, place)) > free:
                 after = next(places, None)
                 if after is None:
                     return None
@@ -287,6 +309,11 @@ class _Planner:
             free -= need
             placed.append(place)
         return placed
+
+    def _needed(self, group: Sequence[ModulePart], place: Place) -> int:
+        """The bytes of a group at a place, whose caches are elsewhere if it is offloaded there."""
+        is_away = bool(self.levels[place])
+        return sum(part.nbytes - part.kept_nbytes * is_away for part in group)
 
     def _lowest_fill(self, placed: list[Place]) -> tuple[float, list[Place]]:
         low, high = 0.0, 1.0

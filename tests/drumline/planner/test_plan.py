@@ -26,7 +26,10 @@ def layouts(draw) -> ModelProfile:
     ties = [("other0", "other1")] if len(others) > 1 and draw(st.booleans()) else []
     if len(sizes) > 2 and draw(st.booleans()):
         ties.append(("layers.0", f"layers.{len(sizes) // 2}"))
-    layers = tuple(ModulePart(f"layers.{i}", size) for i, size in enumerate(sizes))
+    kept = [draw(st.integers(0, size)) for size in sizes]
+    layers = tuple(
+        ModulePart(f"layers.{i}", size, kept_nbytes=kept[i]) for i, size in enumerate(sizes)
+    )
     return ModelProfile(layers, others, tuple(ties))
 
 
@@ -280,6 +283,29 @@ def test_memory_for_two_layers_is_kept_where_offloaded_ones_run():
     chosen = plan(LLAMA, OFFLOADING)
     assert chosen.used((0, "cuda:0")) <= 450 - 200
     assert any(device == "cpu" for _, device in chosen.places.values())
+
+
+@pytest.mark.parametrize("mode", ["auto", "sequential", "fastest"])
+def test_caches_of_offloaded_layers_are_planned_where_they_run(mode):
+    """A plan kept 80 bytes of caches "on disk" that a pass then has on the device."""
+    layers = tuple(ModulePart(f"layers.{i}", 20, kept_nbytes=10) for i in range(8))
+    free_nbytes = {(0, "cpu"): 130, (0, "disk"): 1000}
+    speeds = DeviceSpeeds(dict.fromkeys(free_nbytes, DeviceSpeed(1e9, 1e9)))
+    chosen = plan(ModelProfile(layers), free_nbytes, mode, speeds=speeds)
+    own = [part for part in layers if chosen.places[part.name] == (0, "cpu")]
+    assert len(own) == 1  # beside two layers of 20 and eight caches of 10
+    assert chosen.used((0, "cpu")) == 10 + 80 and chosen.used((0, "disk")) == 70
+    assert chosen.free_for_tokens((0, "cpu")) == (80, 40)
+    with pytest.raises(PlanError, match="missing"):
+        plan(ModelProfile(layers), {**free_nbytes, (0, "cpu"): 119}, mode, speeds=speeds)
+
+
+def test_a_users_device_map_needs_memory_for_the_caches_of_offloaded_layers():
+    layers = tuple(ModulePart(f"layers.{i}", 20, kept_nbytes=10) for i in range(8))
+    device_map = {"": "disk", "layers.0": "cpu"}
+    assert plan(ModelProfile(layers), {(0, "cpu"): 90}, device_map).used((0, "cpu")) == 90
+    with pytest.raises(PlanError, match="1 bytes are missing"):
+        plan(ModelProfile(layers), {(0, "cpu"): 89}, device_map)
 
 
 @given(layouts(), st.lists(st.integers(0, 300), min_size=6, max_size=6))
