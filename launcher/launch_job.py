@@ -52,7 +52,8 @@ def launch(
     Between processes, results are None, bool, int, float, str, bytes, and lists and dicts of those
     (tuples arrive as lists). The ranks are forked from this process if it has one thread and no
     accelerator open. Otherwise they start in a fresh interpreter, which must be able to import the
-    function, and args must be values of the same kinds.
+    function, and args must be values of the same kinds. With torchrun, mpi and slurm args are in
+    the ranks' command lines, which every user of the machine can read, and at most 128 KiB in all.
 
     preload: modules to import once, before the ranks are forked. None: those of a script that are
     known to be safe. (): none.
