@@ -15,9 +15,9 @@ from coordinator.failure.peer_monitor import ObservedRank
 from coordinator.peers import Peer
 
 # Together they must fit failure_bytes of node_shm.h.
-MAX_TEXT, MAX_TAIL = 8000, 1000  # characters of the text, and of its end if it is longer
+MAX_TEXT, MAX_TAIL = 8000, 1000  # bytes of the text, and of its end if it is longer
 MAX_RANKS = 256
-MAX_FAILURES, MAX_FAILURE_TEXT = 8, 300
+MAX_FAILURES, MAX_FAILURE_TEXT = 8, 300  # bytes of a text
 ADVICE = "The group is desynchronised: end the launch, and look at what those ranks printed last."
 FEWER_CALLS = (
     "It made fewer calls than the others: let all ranks make the same calls before they close."
@@ -42,7 +42,7 @@ class FailureRecord(NamedTuple):
     def of(cls, failed: ObservedRank | RankFailure) -> FailureRecord:
         reason = failed.reason or FailureReason.REPORTED
         since_s = failed.since_s if isinstance(failed, RankFailure) else 0.0
-        text = clipped(str(failed))[:MAX_FAILURE_TEXT]
+        text = clipped(str(failed), MAX_FAILURE_TEXT, tail=0)
         rank, call, status = failed.peer.rank, failed.call, failed.exit_status
         return cls(rank, reason.value, since_s, call, status, text)
 
@@ -119,7 +119,7 @@ class GroupFailure(NamedTuple):
         return [failure for failure in failures if failure is not None]
 
 
-def clipped(text: str) -> str:
-    """The text with its middle left out if it is long; names of files need not be UTF-8."""
-    text = text.encode(errors="backslashreplace").decode()
-    return text[:MAX_TEXT] + text[MAX_TEXT:][-MAX_TAIL:]
+def clipped(text: str, head: int = MAX_TEXT, tail: int = MAX_TAIL) -> str:
+    """The text with its middle left out if it has more bytes; file names need not be UTF-8."""
+    data = text.encode(errors="backslashreplace")
+    return (data[:head] + data[max(head, len(data) - tail) :]).decode(errors="ignore")

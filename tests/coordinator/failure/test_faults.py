@@ -366,6 +366,19 @@ def test_different_arguments_are_a_different_call(coordinated, layout):
     assert all("src" in outcome.text for outcome in outcomes), outcomes
 
 
+def test_a_long_error_of_long_characters_reaches_the_others(coordinated):
+    """The record was cut in the middle, and they raised what could not read it: ValueError."""
+
+    def body(coor):
+        if coor.rank == 1:
+            raise ValueError("\u5b57" * 3000)
+        coor.barrier()
+
+    first, _ = coordinated(body, 2)
+    assert first.error == "PeerLost", first
+    assert re.search(r"rank 1 \(host .* left because of ValueError: \u5b57{99}", first.text), first
+
+
 def test_a_late_rank_hears_that_the_others_have_given_up(coordinated):
     meeting = multiprocessing.get_context("fork").Barrier(3, timeout=20)
 
