@@ -116,20 +116,19 @@ def remove_variables(environ: MutableMapping[str, str], names: Iterable[str]) ->
 
 
 def send_signal(pid: int, number: int) -> bool:
-    """Signal a process, or the group -pid; False if there is none."""
+    """Signal a process, or the group -pid; False if there is none. Another user's lives on."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
         return False
+    except PermissionError:  # as after sudo
+        pass
     return True
 
 
 def exists(pid: int) -> bool:
     """True if there is such a process, dead or alive, of any user."""
-    try:
-        return send_signal(pid, 0)
-    except PermissionError:
-        return True
+    return send_signal(pid, 0)
 
 
 def shell_exit_code(status: int) -> int:

@@ -21,6 +21,23 @@ def test_what_is_left_is_killed_however_long_it_takes_to_find_it(monkeypatch):
     descendants.kill_all(lambda: {unkillable.pid})  # ends
 
 
+def test_what_another_user_runs_is_left_without_an_error(monkeypatch):
+    """After `sudo` in a rank, a launch that was well had PermissionError, and exit code 2."""
+
+    def refuse(pid, number):
+        raise PermissionError
+
+    monkeypatch.setattr(timings, "TIMINGS", replace(timings.TIMINGS, unkillable_s=0.0))
+    with (
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child,
+        monkeypatch.context() as patch,
+    ):
+        patch.setattr(os, "kill", refuse)
+        descendants.signal_all(signal.SIGTERM)
+        descendants.kill_all(lambda: {child.pid})
+        assert child.poll() is None
+
+
 def test_a_process_adopts_until_the_last_of_its_launches_has_ended():
     """The first launch switched it off for the others, and the last one left it on."""
 
