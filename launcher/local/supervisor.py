@@ -159,9 +159,11 @@ class Supervisor:
         A rank that waited for a dead one fails because of it, and must not count as the first.
         """
         until_s = time.monotonic() + timings.TIMINGS.reap_lag_s
+        reports = select.poll()  # select() takes no descriptor above 1023
+        reports.register(self.pipes.reports, select.POLLIN)
         while not self.is_ending and self.server_lives and self._has_unread_death():
             left_s = until_s - time.monotonic()
-            if left_s <= 0 or not select.select([self.pipes.reports], [], [], left_s)[0]:
+            if left_s <= 0 or not reports.poll(left_s * 1000):
                 break
             self._read(self.pipes.reports)
 

@@ -1,7 +1,9 @@
 """launcher.start: a launch beside a program that goes on."""
 
 import asyncio
+import contextlib
 import os
+import resource
 import signal
 import sys
 import threading
@@ -128,6 +130,17 @@ def test_a_rank_that_fails_for_the_death_of_another_comes_after_it(tmp_path):
     with pytest.raises(launcher.LaunchError, match=r"rank 1 .*SIGKILL"):
         launch.wait()
     assert [failure.rank for failure in failures] == [1]
+
+
+def test_a_death_comes_first_in_a_program_with_many_open_files(tmp_path):
+    """Descriptors above 1023 made the launch end with ValueError instead of the failure."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2048)), hard))
+    with contextlib.ExitStack() as opened:
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while opened.enter_context(open(os.devnull)).fileno() < 1100:
+            pass
+        test_a_rank_that_fails_for_the_death_of_another_comes_after_it(tmp_path)
 
 
 def test_a_launch_is_stopped_from_any_thread(tmp_path):
