@@ -287,11 +287,18 @@ class Supervisor:
         self._after(times.stack_dump_s, lambda: self._end_ranks(times.failure_grace_s))
 
     def _watch_server(self) -> None:
-        """End the launch if somebody has stopped the fork server: it passes no signal on."""
+        """End the launch if the fork server is dead, or stopped: then it passes no signal on.
+
+        Its pipe may have no end: a child that the program forked meanwhile holds it open.
+        """
         limit_s = timings.borne_s(timings.TIMINGS.stopped_server_s)
         self._after(timings.TIMINGS.backend_poll_s, self._watch_server)
         stat, now = linux.process_stat(self.server_pid), time.monotonic()
-        if stat is None or stat.state != "T":
+        if stat is None or not stat.is_alive:
+            while self._read(self.pipes.reports):
+                pass
+            self.server_lives = False
+        elif stat.state != "T":
             self.server_stopped_s = None
         elif self.server_stopped_s is None and not self.is_ending:
             self.server_stopped_s = now

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 import launcher
+from launcher.local import launch_local
 from launcher.system import linux
 
+SOON_S = 30  # a launch that does nothing ends by then
 FOREVER_S = 120  # longer than any test may take
 
 
@@ -54,6 +56,21 @@ def test_results_come_to_whoever_waits():
     assert launch.wait() == [[0, "x"], [1, "x"]]
     assert launch.poll() == 0 and launch.wait(timeout_s=0) == [[0, "x"], [1, "x"]]
     launch.stop()  # has nothing to do any longer
+
+
+def test_a_program_that_forks_just_then_has_results(monkeypatch):
+    """The child kept the pipe of the fork server open, and its end was awaited for ever."""
+    fds, close = [], launch_local._close
+
+    def fork_and_close(plan):
+        fds.append(os.dup(plan.reports))
+        close(plan)
+
+    monkeypatch.setattr(launch_local, "_close", fork_and_close)
+    try:
+        assert launcher.start(rank_and, 2).wait(SOON_S) == [[0], [1]]
+    finally:
+        os.close(fds[0])
 
 
 def test_two_launches_are_awaited_in_one_event_loop():
