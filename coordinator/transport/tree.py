@@ -215,7 +215,7 @@ def connect_to_parent(
     target = (address[0], address[1])
     while True:
         try:
-            return connect(family_of(address[0]), target, credentials, hello, deadline)
+            return connect(family_of(address[0]), target, credentials, hello, deadline, idle)
         except Rejected as error:
             raise CoordinatorError(
                 f"rank {me.rank} was rejected by {parent} at {format_address(target)}: {error}"

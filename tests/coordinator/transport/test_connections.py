@@ -1,6 +1,7 @@
 """Connections between any two ranks."""
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -8,8 +9,11 @@ import time
 import pytest
 
 from coordinator import Coordinator, CoordinatorError, PeerLost
+from coordinator.peers import Peer
 from coordinator.store import torch_store
 from coordinator.transport.connections import PeerConnector
+from coordinator.transport.tree import connect_to_parent
+from launcher import Credentials
 
 
 def word(sender, receiver):
@@ -113,6 +117,22 @@ def test_a_rank_that_leaves_while_others_connect_to_it_is_named_at_once(
     assert time.monotonic() - begun < 10
     for error in errors[:2]:
         assert isinstance(error, PeerLost) and [each.rank for each in error.failures] == [2], error
+
+
+def test_a_connection_to_what_never_answers_ends_as_its_rank_does():
+    """Once it was connected, it waited for the whole deadline without a look at who was lost."""
+    begun, loss = time.monotonic(), PeerLost("rank 0 is gone")
+
+    def check():
+        if time.monotonic() - begun > 0.1:
+            raise loss
+
+    here = Peer(0, 0, 1, "here", "", os.getpid(), 0)
+    credentials = Credentials(bytes(32), "launch", 2)
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(PeerLost) as raised:
+        address, deadline = listener.getsockname(), begun + 10
+        connect_to_parent(address, credentials, here, here, "connections", deadline, check)
+    assert raised.value is loss
 
 
 def test_over_gloo_a_rank_may_leave_as_soon_as_it_has_joined(ranks, monkeypatch):
