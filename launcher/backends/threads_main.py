@@ -96,9 +96,10 @@ def _import_before_threads(job: Job) -> None:
 
 
 def _raise_interrupted(number: int, _frame: object) -> None:
-    """Raise LaunchInterrupted for the first stop signal; another ends the process."""
+    """Raise LaunchInterrupted for the first stop signal; another, not SIGTERM, ends the process."""
     for again in STOP_SIGNALS:
         signal.signal(again, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # SIG_IGN would reach children
     raise interrupted(number)
 
 

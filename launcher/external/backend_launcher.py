@@ -195,7 +195,7 @@ def _watch(
     suspended = SuspendedProcesses(process.pid)
     signals: list[int] = []
 
-    def pass_on(number: int) -> None:  # the reaper kills at the second
+    def pass_on(number: int) -> None:  # the reaper kills at the second, unless it is SIGTERM
         signals.append(number)
         _signal(process, number)
 

@@ -25,7 +25,10 @@ from launcher.system.stop_signals import STOP_SIGNALS
 
 
 def main(parent: str, *command: str) -> int:
-    """The backend launcher's exit code. A signal is passed on to it; a second kills everything."""
+    """The backend launcher's exit code. A signal is passed on to it; a second kills everything.
+
+    Not a second SIGTERM: systemd and Slurm send two.
+    """
     linux.set_process_name(descendants.SUPERVISOR_NAME)
     linux.set_subreaper(True)
     # Blocked until the handlers are in place and there is a process to pass signals on to.
@@ -63,7 +66,7 @@ def _on_stop_signal(backend: int, number: int, _frame: FrameType | None) -> None
     """Pass the first signal on; after a grace period, or at the next signal, kill."""
     signal.setitimer(signal.ITIMER_REAL, timings.TIMINGS.backend_grace_s)
     for again in STOP_SIGNALS:
-        signal.signal(again, _on_second_signal)
+        signal.signal(again, signal.SIG_IGN if again == signal.SIGTERM else _on_second_signal)
     linux.send_signal(backend, number)
     linux.send_signal(backend, signal.SIGCONT)  # it could not react while it is suspended
 

@@ -139,6 +139,19 @@ def test_stop_signals_end_threads_and_the_processes_that_they_have_started(comma
     assert not command.left()
 
 
+@pytest.mark.parametrize(("second", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, -2)])
+def test_a_second_sigterm_does_not_end_the_process_of_threads(second, status):
+    """systemd sends two, and what threads had started was not ended."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            threads_main._raise_interrupted(signal.SIGTERM, None)
+        except launcher.LaunchInterrupted:
+            os.kill(os.getpid(), second)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == status
+
+
 @pytest.mark.parametrize(
     ("victim", "number"),
     [

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -79,6 +80,34 @@ def test_a_rank_that_dies_as_it_is_asked_to_end_has_died_by_itself(number):
     signals = {signal.SIGTERM: time.monotonic()}
     ended = rank_wrapper._rank_exit({"rank": 3}, 330, -number, signals, os.memfd_create("crash"))
     assert ended.failure["ended_by_launcher"] is (number == signal.SIGTERM)
+
+
+ENDING = """
+import os, signal, sys, time
+def end(*_):
+    print("asked", flush=True)
+    while not os.path.exists(sys.argv[1]): time.sleep(0.01)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("second", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 137)])
+def test_a_second_sigterm_takes_no_time_from_a_backend_launcher(tmp_path, second, code):
+    """systemd and Slurm send two, and the second killed ranks that saved their work."""
+    reaper = [sys.executable, "-m", "launcher.external.reaper", str(os.getpid())]
+    backend = [sys.executable, "-c", ENDING, str(tmp_path / "go")]
+    with subprocess.Popen([*reaper, *backend], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.terminate()
+        assert process.stdout.readline() == "asked\n"
+        process.send_signal(second)
+        if second == signal.SIGTERM:
+            time.sleep(0.2)  # which would be killed meanwhile
+            (tmp_path / "go").touch()
+        assert process.wait(20) == code
 
 
 @pytest.fixture
