@@ -164,9 +164,12 @@ def _log(files: dict[str, FileIO], stream: str, data: bytes) -> None:
         while stream in files and data:
             data = data[files[stream].write(data) :]
     except OSError as error:
-        name = str(files.pop(stream).name)
-        line = f"[launcher] {name} cannot be written, and ends here: {error.strerror}\n"
-        os.write(STREAMS["err"], line.encode())
+        _report_unwritable(str(files.pop(stream).name), error)
+
+
+def _report_unwritable(name: str, error: OSError) -> None:
+    line = f"[launcher] {name} cannot be written, and ends here: {error.strerror}\n"
+    os.write(STREAMS["err"], line.encode())
 
 
 def _print(stream: str, rank: int | None, lines: list[bytes]) -> None:
@@ -182,9 +185,14 @@ def _print(stream: str, rank: int | None, lines: list[bytes]) -> None:
 
 @contextlib.contextmanager
 def _log_files(logs: Path, rank: int | None) -> Iterator[dict[str, FileIO]]:
-    """The rank's log file of each stream, if there is a folder for them."""
+    """The rank's log file of each stream, if there is a folder for them, and it can be written."""
     names = STREAMS if logs.is_dir() and rank is not None else ()
+    files = {}
     with contextlib.ExitStack() as stack:
-        yield {
-            name: stack.enter_context(FileIO(logs / f"rank-{rank}.{name}", "w")) for name in names
-        }
+        for name in names:
+            path = logs / f"rank-{rank}.{name}"
+            try:
+                files[name] = stack.enter_context(FileIO(path, "w"))
+            except OSError as error:
+                _report_unwritable(str(path), error)
+        yield files

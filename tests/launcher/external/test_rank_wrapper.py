@@ -15,3 +15,14 @@ def test_a_log_that_cannot_be_written_is_named_and_the_rank_goes_on(capfd, tmp_p
     assert [*files] == ["err"] and (tmp_path / "rank-0.err").read_bytes() == b"texttext"
     said = "[launcher] /dev/full cannot be written, and ends here: No space left on device\n"
     assert capfd.readouterr().err == said
+
+
+def test_a_log_that_cannot_be_opened_is_named_and_the_rank_goes_on(capfd, tmp_path):
+    """The rank failed with BrokenPipeError: nobody read what it printed."""
+    (tmp_path / "rank-0.err").mkdir()
+    with rank_wrapper._log_files(tmp_path, 0) as files:
+        rank_wrapper._log(files, "out", b"text")
+        rank_wrapper._log(files, "err", b"text")
+    assert (tmp_path / "rank-0.out").read_bytes() == b"text"
+    line = f"[launcher] {tmp_path}/rank-0.err cannot be written, and ends here: Is a directory\n"
+    assert capfd.readouterr().err == line
