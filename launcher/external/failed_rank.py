@@ -18,7 +18,7 @@ import socket
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from launcher import ports, timings
 from launcher.authentication.credentials import Credentials
@@ -33,7 +33,7 @@ from launcher.authentication.handshake import (
     authenticate,
     purpose_of,
 )
-from launcher.errors import Failure
+from launcher.errors import Failure, LaunchError
 from launcher.external.node_leader import listening_addresses
 from launcher.external.node_messages import notice
 from launcher.job import Job
@@ -47,6 +47,7 @@ def telling_other_nodes(job: Job) -> Iterator[Callable[[Failure], None]]:
 
     Those who can be reached within node_end_s: until then they may be importing. A rank 0 that
     listens already is told before the function returns, so before ranks are ended because of it.
+    Ctrl-C ends that, and leaves the LaunchError of the block as it is.
     """
     threads: list[threading.Thread] = []
 
@@ -54,19 +55,28 @@ def telling_other_nodes(job: Job) -> Iterator[Callable[[Failure], None]]:
         is_first = job.node_rank == 0
         if not failure.ended_by_launcher and (is_first or not failure.blames):
             work = _send_others_away if is_first else _join_and_leave
-            threads.append(threading.Thread(target=work, args=(_MeetingPoint(job), failure)))
+            place = _MeetingPoint(job)
+            threads.append(threading.Thread(target=work, args=(place, failure), daemon=True))
             threads[-1].start()
             threads[-1].join(0 if is_first else timings.TIMINGS.node_connect_s)
 
     try:
         yield tell
     finally:
-        for thread in threads:
-            thread.join(timings.TIMINGS.node_connect_s)
-            if thread.is_alive():
-                limit_s = timings.TIMINGS.node_end_s
-                notice(f"telling the other nodes that a rank has failed: {limit_s:g} s at most")
-            thread.join()
+        try:
+            _join(threads)
+        except KeyboardInterrupt as stopped:
+            if not isinstance(stopped.__context__, LaunchError):  # which is reported instead
+                raise
+
+
+def _join(threads: Iterable[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(timings.TIMINGS.node_connect_s)
+        if thread.is_alive():
+            limit_s = timings.TIMINGS.node_end_s
+            notice(f"telling the other nodes that a rank has failed: {limit_s:g} s at most")
+        thread.join()
 
 
 class _MeetingPoint:

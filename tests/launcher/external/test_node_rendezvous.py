@@ -744,3 +744,19 @@ def test_a_launcher_says_that_it_waits_for_other_nodes_to_hear_of_a_failure(quic
     with failed_rank.telling_other_nodes(failed) as tell:
         tell(errors.Failure(0))
     assert "telling the other nodes that a rank has failed: 0.5 s" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_other_nodes_are_told_leaves_the_failure(quick, monkeypatch):
+    """The report of the failed rank was lost to KeyboardInterrupt."""
+    failed = job(0, secret=bytes(32), ranks_of_nodes=(2, 2, 2))
+    before = {*threading.enumerate()}
+    monkeypatch.setattr(failed_rank, "notice", lambda _: signal.raise_signal(signal.SIGINT))
+    with (
+        pytest.raises(errors.LaunchError, match="planned"),
+        failed_rank.telling_other_nodes(failed) as tell,
+    ):
+        tell(errors.Failure(0))
+        raise errors.LaunchError("planned")
+    for thread in {*threading.enumerate()} - before:
+        assert thread.daemon, "it keeps the command from its end"
+        thread.join()
