@@ -61,6 +61,10 @@ class SecretRejected(Rejected):
     """One end does not know the secret of the other."""
 
 
+class OtherLaunch(Rejected):
+    """A launch of another number of ranks, or another id, is there; it may end."""
+
+
 class LaunchFailed(Rejected):
     """The failure of a rank before all had met, told by the launcher of rank 0, which is gone."""
 
@@ -165,9 +169,9 @@ def _check_prefix(magic: bytes, version: int) -> None:
 
 def _check_launch(world_size: int, fingerprint: bytes, credentials: Credentials) -> None:
     if world_size != credentials.world_size:
-        raise Rejected(f"the launch there has {world_size} ranks")
+        raise OtherLaunch(f"the launch there has {world_size} ranks")
     if fingerprint != credentials.fingerprint():
-        raise Rejected("another launch id was given there")
+        raise OtherLaunch("another launch id was given there")
 
 
 @dataclass(frozen=True)

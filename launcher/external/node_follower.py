@@ -23,6 +23,7 @@ from launcher.authentication.framed_connection import ConnectionBroken, FramedCo
 from launcher.authentication.handshake import (
     Hello,
     NotReady,
+    OtherLaunch,
     Rejected,
     SecretRejected,
     authenticate,
@@ -225,6 +226,8 @@ def connected_to_first(
             authenticate(connection, token.credentials(), Hello(0, NODE), until)
         except NotReady as error:
             raise ConnectionBroken("what listens there does not answer as a first node") from error
+        except OtherLaunch as error:  # the ranks of the attempt before, at the same port
+            raise ConnectionBroken(f"what listens there is not a first node: {error}") from error
         except SecretRejected:
             raise LaunchError(
                 f"the token is not that of the first node at {place}: type the one that it printed "

@@ -18,6 +18,9 @@ import pytest
 from launcher import errors, ports, timings
 from launcher.authentication.framed_connection import ConnectionBroken, FramedConnection
 from launcher.authentication.handshake import (
+    GREETING,
+    MAGIC,
+    VERSION,
     AuthenticatedListener,
     Hello,
     LaunchFailed,
@@ -545,6 +548,20 @@ def test_a_port_at_which_something_else_listens_is_not_called_a_first_node(words
             why = str(error)
         accepting.join()
     assert "not a first node" in why or "does not answer as a first node" in why
+
+
+def test_a_node_waits_while_ranks_of_the_attempt_before_listen_at_the_port():
+    """Each restart found them there, and all of --max-restarts were used up at once."""
+    greeting = GREETING.pack(MAGIC, VERSION, 4, bytes(16), b"")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        follower = node_follower.NodeFollower(job(1, master_port=listener.getsockname()[1]))
+        accepting = threading.Thread(target=lambda: answered_with(listener, greeting))
+        accepting.start()
+        try:
+            why = follower._try_to_join(time.monotonic() + 60)
+        finally:
+            accepting.join()
+    assert why == "what listens there is not a first node: the launch there has 4 ranks"
 
 
 def answered_with(listener, words):
