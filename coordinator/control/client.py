@@ -171,7 +171,7 @@ class Client:
 
         Once this rank was accepted, a host that refuses the connection runs no rank 0 any longer.
         """
-        why, address = "no attempt was made", "rank 0"
+        why, address = "no attempt was made", "an address that nobody knows yet"
 
         def check() -> None:
             if self.why_lost:
@@ -179,7 +179,13 @@ class Client:
             idle()
 
         while True:
-            addresses = self._addresses()
+            try:
+                addresses = self._addresses()
+            except CoordinatorError as error:
+                is_temporary = getattr(error.__cause__, "errno", 0) == socket.EAI_AGAIN
+                if not is_temporary or time.monotonic() >= deadline:
+                    raise
+                why, addresses = str(error), []  # the name server may answer later
             for family, target in addresses:
                 address = format_address(target)
                 is_only = len(addresses) == 1  # else another one may answer

@@ -104,3 +104,24 @@ def test_rank_0_says_at_once_if_it_may_not_open_enough_files():
             Coordinator(replace(many, master_port=port, extras=extras))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_name_server_that_does_not_answer_yet_is_asked_again(fork):
+    """A failure that the resolver itself called temporary ended the rank at once."""
+    failures = [socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")] * 2
+    resolve = socket.getaddrinfo
+
+    def resolve_late(*arguments, **options):
+        if failures:
+            raise failures.pop()
+        return resolve(*arguments, **options)
+
+    def body(own_info):
+        if own_info.rank == 1:
+            socket.getaddrinfo = resolve_late
+        with Coordinator(own_info, timeout_s=20) as coor:
+            coor.barrier()
+        return len(failures)
+
+    first, second = fork(body, 2).outcomes()
+    assert (first.value, second.value) == (2, 0), second
