@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from communicator import timings
 from communicator.errors import PeerLost
-from coordinator import Coordinator, EncryptedSocket
+from coordinator import Coordinator, EncryptedSocket, link_state
 
 if TYPE_CHECKING:
     from communicator._native import Comm
@@ -36,30 +36,38 @@ EVENTS = (
 )
 
 KEEP_ALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # tcp(7); in seconds
-# For what was sent to be acknowledged, in ms: as soon as an idle connection is given up.
-USER_TIMEOUT_MS = 5000
+SILENT_S = 5.0  # as soon as an idle connection is given up by these
 # Bytes that wait in the system to be sent: more, and a rank seems to have sent what has not left.
 UNSENT_NBYTES = 1 << 17
 
 
 def silent_s(coor: Coordinator) -> float:
     """For how long a peer's host may be silent before the peer counts as lost."""
-    return max(USER_TIMEOUT_MS / 1e3, coor.patience_s)
+    return max(SILENT_S, coor.patience_s)
 
 
 def configure(connection: socket.socket, silent_s: float) -> None:
     """Let the connection not block, not hold small messages back, and notice that a host died.
 
-    silent_s: for how long that host may not answer.
+    silent_s: for how long that host may not answer, while nothing is on its way to it. What is, has
+    no TCP_USER_TIMEOUT: that ends a connection to a peer that does not read, though its host
+    answers (tcp_probe_timer of Linux). network_failure looks instead.
     """
     connection.setblocking(False)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * silent_s))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_NBYTES)
-    probes = {"TCP_KEEPCNT": math.ceil(silent_s) - KEEP_ALIVE["TCP_KEEPIDLE"]}
+    probes = {"TCP_KEEPCNT": max(1, math.ceil(silent_s) - KEEP_ALIVE["TCP_KEEPIDLE"])}
     for option, value in {**KEEP_ALIVE, **probes}.items():
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def network_failure(link: socket.socket, silent_s: float) -> str:
+    """The network failure under a connection whose host is silent; "" if there is none."""
+    if not link_state.describe_silence(link, silent_s):
+        return ""
+    time.sleep(timings.TIMINGS.liveness_poll_s)  # a probe may be on its way
+    return link_state.describe_silence(link, silent_s)
 
 
 class TcpStreams:
@@ -153,18 +161,21 @@ class TcpStreams:
             self._service.modify(self._ready, select.EPOLLIN if what == ARM else 0)
 
     def stream_check(self, peer: int, /) -> None:
-        if why := self._ends.get(peer):
+        link = self._connections[peer]
+        if why := self._ends.get(peer) or network_failure(link, self._silent_s):
             raise PeerLost(f"rank {peer}: {why}")
 
-    def close(self) -> None:
+    def close(self, limit_s: float | None = None) -> None:
         """Close the connections once the peers' hosts have what was sent, or are silent.
 
-        No other thread may use the streams then. Twice, it does nothing.
+        limit_s: for how long to wait for hosts that answer and peers that do not read; None: as for
+        a silent host. No other thread may use the streams then. Twice, it does nothing.
         """
         if self._ready.closed:
             return
         if os.getpid() == self._pid:  # in a forked child they are the parent's
-            _drain(self._connections.values(), self._silent_s)
+            limit_s = self._silent_s if limit_s is None else limit_s
+            _drain(self._connections.values(), self._silent_s, limit_s)
         for link in self._connections.values():
             link.close()
         self._ready.close()
@@ -173,7 +184,7 @@ class TcpStreams:
         os.close(self._wake_service)
 
 
-def _drain(links: Iterable[socket.socket], limit_s: float) -> None:
+def _drain(links: Iterable[socket.socket], silent_s: float, limit_s: float) -> None:
     """Send the end of each stream, and wait until the peers' hosts have acknowledged the rest.
 
     What comes meanwhile is dropped. If a connection is closed before that, and something is unread
@@ -183,7 +194,9 @@ def _drain(links: Iterable[socket.socket], limit_s: float) -> None:
     for link in links:
         with suppress(OSError):  # it has ended
             link.shutdown(socket.SHUT_WR)
-    while links := [link for link in links if _has_unacknowledged(link)]:
+    while links := [
+        link for link in links if _has_unacknowledged(link) and not network_failure(link, silent_s)
+    ]:
         if time.monotonic() > deadline:
             return
         time.sleep(timings.TIMINGS.exit_poll_s)

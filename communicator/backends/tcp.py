@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -14,7 +13,7 @@ import torch
 from communicator import timings
 from communicator.backend import Capabilities
 from communicator.backends._tcp import ConnectionEnded, Engine
-from communicator.backends.byte_streams import configure, silent_s
+from communicator.backends.byte_streams import configure, network_failure, silent_s
 from communicator.backends.scheduled_collectives import (
     RECV,
     SEND,
@@ -133,8 +132,6 @@ class Tcp(ScheduledCollectives, ComparedByMessages):
         self._remotes = {rank: link_state.remote_host(link) for rank, link in links.items()}
         for link in links.values():
             configure(link, self._silent_s)
-            # Or the kernel ends it where a peer is late to receive; _check_wait looks instead.
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
         fds, keys = [-1] * self.world_size, [b""] * self.world_size
         for rank, link in links.items():
             if isinstance(link, EncryptedSocket):
@@ -339,14 +336,11 @@ class Tcp(ScheduledCollectives, ComparedByMessages):
                 raise ConnectionLost(peer, "it died")
 
     def _check_network(self, peer: int) -> None:
-        """Raise ConnectionLost if its host is silent; look twice: a probe may be on its way."""
-        failure = ""
-        for pause_s in (timings.TIMINGS.liveness_poll_s, 0.0):
-            failure = self._network_failure(peer, self._silent_s)
-            if not failure:
-                return
-            time.sleep(pause_s)
-        raise ConnectionLost(peer, failure, UNREACHABLE)
+        """Raise ConnectionLost if its host is silent."""
+        with self._link(peer) as link:
+            failure = network_failure(link, self._silent_s)
+        if failure:
+            raise ConnectionLost(peer, failure, UNREACHABLE)
 
     # A failure within a call desynchronises the ranks, so it ends the communicator.
 
@@ -387,10 +381,10 @@ class Tcp(ScheduledCollectives, ComparedByMessages):
             f"with tensors of the same size?{describe_late(self.coor)}"
         )
 
-    def _network_failure(self, peer: int, patience_s: float | None = None) -> str:
+    def _network_failure(self, peer: int) -> str:
         """The network failure under the connection, if there is one; otherwise ""."""
         with self._link(peer) as link:
-            return link_state.describe_silence(link, patience_s or timings.TIMINGS.liveness_poll_s)
+            return link_state.describe_silence(link, timings.TIMINGS.liveness_poll_s)
 
     def _lost_error(self, error: ConnectionLost, where: str) -> PeerLost:
         peer, why = self.coor.peers[error.peer], error.why.rstrip(".")

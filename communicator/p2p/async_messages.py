@@ -39,7 +39,7 @@ class HostMessages:
     def close(self) -> None:
         self._group.close()
         if self._connections is not None:
-            self._connections.close()
+            self._connections.close(self._group.timeout_s)
 
 
 class DeviceMessages:

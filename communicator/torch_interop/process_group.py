@@ -82,7 +82,7 @@ class DrumlineProcessGroup(GroupCollectives):
         self._ranks, self._queue = ranks, queue
         self._comms = LazyCommunicators(ranks, DEVICE_TYPES, chosen)
         self._p2p: P2PGroup | None = None
-        self._end_messages: Callable[[], object] = lambda: None
+        self._end_messages: Callable[..., object] = lambda **_: None
         if whole is None:
             self._open_p2p_and_devices(self._comms.chosen)
         else:
@@ -153,6 +153,7 @@ class DrumlineProcessGroup(GroupCollectives):
     def abort(self) -> None:
         """End all calls with an error, and close the communicators."""
         self._comms.abort()
+        self._end_messages(is_aborting=True)  # or a peer that does not read delays it
         self._close()
 
     def _close(self) -> None:
@@ -191,11 +192,13 @@ class DrumlineProcessGroup(GroupCollectives):
         return self._deferred.add(self._comms.of(tensor.device.type), kind, tensor, peer, tag)
 
 
-def _close_messages(p2p: P2PGroup, connections: TcpStreams, pid: int) -> None:
+def _close_messages(
+    p2p: P2PGroup, connections: TcpStreams, pid: int, is_aborting: bool = False
+) -> None:
     """Let what was sent come. In a forked child another thread may hold the lock for ever."""
     if os.getpid() == pid:
         p2p.close()
-        connections.close()
+        connections.close(None if is_aborting else p2p.timeout_s)
 
 
 def create_group(options: Any, _: Any) -> Any:

@@ -10,6 +10,7 @@ import pytest
 
 from communicator import PeerLost
 from communicator.backends.byte_streams import WRITABLE, TcpStreams
+from coordinator import link_state
 from launcher.authentication.encryption import EncryptedSocket
 
 NBYTES = 1 << 16
@@ -18,19 +19,23 @@ NBYTES = 1 << 16
 @pytest.fixture(params=["plain", "encrypted"])
 def streams(request):
     """Those of ranks 0 and 1, over a connection with each other."""
+    both = pair(request.param, 20.0)
+    yield both
+    for end in both:
+        end.close()
+
+
+def pair(kind, silent_s):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         links = [socket.create_connection(listener.getsockname()), listener.accept()[0]]
-    if request.param == "encrypted":
+    if kind == "encrypted":
         keys = [secrets.token_bytes(32), secrets.token_bytes(32)]
         orders = [keys, keys[::-1]]
         links = [
             EncryptedSocket(link, b"".join(order))
             for link, order in zip(links, orders, strict=True)
         ]
-    both = [TcpStreams({1 - rank: link}, 20.0) for rank, link in enumerate(links)]
-    yield both
-    for end in both:
-        end.close()
+    return [TcpStreams({1 - rank: link}, silent_s) for rank, link in enumerate(links)]
 
 
 def fill(streams, dst):
@@ -70,6 +75,32 @@ def test_what_was_sent_comes_although_the_sender_closes_before_it_reads_all(stre
     assert read_all(streams[1], 0) == nbytes
     closer.join(20)
     assert not closer.is_alive()
+
+
+def test_a_peer_that_reads_nothing_for_long_gets_all():
+    """The kernel ended the connection then, and close() gave up, though the peer's host answers."""
+    pairs = [pair("plain", 1.8) for _ in range(2)]
+    sizes = [fill(sender, 1) for sender, _ in pairs]
+    closers = [threading.Thread(target=sender.close, args=(20.0,)) for sender, _ in pairs]
+    closers[0].start()
+    time.sleep(2.9)
+    pairs[1][0].stream_check(1)
+    closers[1].start()
+    for (_, receiver), nbytes, closer in zip(pairs, sizes, closers, strict=True):
+        assert read_all(receiver, 0) == nbytes
+        closer.join(20)
+        assert not closer.is_alive()
+        receiver.close()
+
+
+def test_a_host_that_is_silent_is_lost_and_not_waited_for(streams, monkeypatch):
+    fill(streams[0], 1)
+    monkeypatch.setattr(link_state, "is_silent", lambda link, patience_s: patience_s == 20.0)
+    with pytest.raises(PeerLost, match="rank 1: network failure between 127"):
+        streams[0].stream_check(1)
+    start_s = time.monotonic()
+    streams[0].close(20.0)
+    assert time.monotonic() < start_s + 10
 
 
 @pytest.mark.parametrize("interest", [0, WRITABLE])
