@@ -13,6 +13,7 @@ import select
 import socket
 import sys
 import termios
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -85,6 +86,7 @@ class TcpStreams:
         }
         self._ends: dict[int, str] = {}
         self._events: dict[int, int] = {}  # of the peers that are in the first epoll
+        self._closing = threading.Lock()
         self._ready, self._service = select.epoll(), select.epoll()
         self._wake, self._wake_service = os.eventfd(0, os.EFD_NONBLOCK), os.eventfd(0)
         for link in connections.values():
@@ -169,13 +171,20 @@ class TcpStreams:
         """Close the connections once the peers' hosts have what was sent, or are silent.
 
         limit_s: for how long to wait for hosts that answer and peers that do not read; None: as for
-        a silent host. No other thread may use the streams then. Twice, it does nothing.
+        a silent host. No other thread may use the streams then. Twice, it only returns once they
+        are closed.
         """
+        if os.getpid() != self._pid:  # in a forked child they are the parent's, and so may the lock
+            return self._close()
+        with self._closing:
+            if not self._ready.closed:
+                limit_s = self._silent_s if limit_s is None else limit_s
+                _drain(self._connections.values(), self._silent_s, limit_s)
+                self._close()
+
+    def _close(self) -> None:
         if self._ready.closed:
             return
-        if os.getpid() == self._pid:  # in a forked child they are the parent's
-            limit_s = self._silent_s if limit_s is None else limit_s
-            _drain(self._connections.values(), self._silent_s, limit_s)
         for link in self._connections.values():
             link.close()
         self._ready.close()

@@ -139,7 +139,7 @@ class P2PEngine:
 
     def close_group(self, group: P2PGroup) -> None:
         if group is self.all_ranks:
-            return None if self._is_closed else self._close()
+            return self._close()
         with self._lock:
             if group.is_closed:
                 return
@@ -170,10 +170,11 @@ class P2PEngine:
 
     def _close(self) -> None:
         with self._lock:
-            self._is_closed = True
+            is_first, self._is_closed = not self._is_closed, True
             for group in self._groups.values():
                 self._end_works_of(group)
-            self._streams.stream_notify(WAKE)
+            if is_first:  # or another thread may have closed the streams
+                self._streams.stream_notify(WAKE)
         self._finish_ended()
         if self._service is not None and self._service is not threading.current_thread():
             self._service.join()
@@ -288,9 +289,8 @@ class P2PEngine:
             queue.clear()
         while queue:
             packet = queue[0]
-            if not packet.skip(
-                self._streams.stream_write(peer, packet.prefix, packet.address, packet.nbytes)
-            ):
+            count = self._streams.stream_write(peer, packet.prefix, packet.address, packet.nbytes)
+            if not packet.skip(count):
                 break
             queue.popleft()
             if packet.work is not None:

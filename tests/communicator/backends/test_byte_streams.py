@@ -77,6 +77,29 @@ def test_what_was_sent_comes_although_the_sender_closes_before_it_reads_all(stre
     assert not closer.is_alive()
 
 
+def test_two_threads_that_close_both_wait_until_all_was_sent(streams):
+    """Each closed the same descriptors, which may be others' by then."""
+    nbytes, errors = fill(streams[0], 1), []
+
+    def close():
+        try:
+            streams[0].close()
+        except OSError as error:
+            errors.append(error)
+
+    closers = [threading.Thread(target=close) for _ in range(2)]
+    for closer in closers:
+        closer.start()
+    for closer in closers:
+        closer.join(0.1)
+        assert closer.is_alive()
+    assert read_all(streams[1], 0) == nbytes
+    for closer in closers:
+        closer.join(20)
+        assert not closer.is_alive()
+    assert not errors
+
+
 def test_a_peer_that_reads_nothing_for_long_gets_all():
     """The kernel ended the connection then, and close() gave up, though the peer's host answers."""
     pairs = [pair("plain", 1.8) for _ in range(2)]

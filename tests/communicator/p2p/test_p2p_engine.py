@@ -389,6 +389,25 @@ def test_a_thread_that_waits_as_another_ends_leaves_no_driver(engines):
     assert engines(body)[0] is None
 
 
+def test_every_thread_that_closes_waits_for_the_one_that_moves_messages(engines):
+    """The second returned at once, and closed the streams under it."""
+
+    def body(engine):
+        engine.engine._driver = -1  # another thread
+        closers = [threading.Thread(target=engine.close) for _ in range(2)]
+        for closer in closers:
+            closer.start()
+        for closer in closers:
+            closer.join(0.1)
+        are_waiting = [closer.is_alive() for closer in closers]
+        engine.engine._driver = None
+        for closer in closers:
+            closer.join(20)
+        return are_waiting, [closer.is_alive() for closer in closers]
+
+    assert engines(body) == [([True] * 2, [False] * 2)] * WORLD
+
+
 def test_service_sleeps_while_a_message_that_nobody_receives_is_unread(engines):
     """It looked again and again, for as long as the message was there."""
     is_posted, has_received, has_measured = (threading.Event() for _ in range(3))
