@@ -392,7 +392,9 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
             self._background.join()  # what was started still runs; finish() may leave all open
         problem = self._backend.finish()
         self._closed = self._backend.is_closed = True
-        opened = (self._messages, self._backend, self._part_coor, self._recorder, self._background)
+        if self._messages is not None:
+            self._messages.close(is_aborting=is_failing)
+        opened = (self._backend, self._part_coor, self._recorder, self._background)
         for part in opened:
             if part is not None:
                 part.close()

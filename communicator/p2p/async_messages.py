@@ -7,6 +7,10 @@ work.wait()
 
 from __future__ import annotations
 
+import atexit
+import os
+from collections.abc import Callable
+
 import torch
 
 from communicator.backend import Backend
@@ -25,21 +29,16 @@ class HostMessages:
     """
 
     def __init__(self, backend: Backend) -> None:
-        streams = backend.streams
-        self._connections: TcpStreams | None = None
-        if streams is None:
+        connections = None
+        if backend.streams is None:
             links = backend.coor.connections(timeout_s=backend.timeout_s)
-            streams = self._connections = TcpStreams(links, silent_s(backend.coor))
-        self._group = P2PEngine(backend.coor, streams).all_ranks
+            connections = TcpStreams(links, silent_s(backend.coor))
+        self._group = P2PEngine(backend.coor, connections or backend.streams).all_ranks
         self._group.timeout_s = backend.timeout_s
+        self.close = close_at_exit(self._group, connections)
 
     def start(self, kind: str, tensor: torch.Tensor, peer: int) -> AsyncWork:
         return self._group.start(kind, tensor, peer, 0)
-
-    def close(self) -> None:
-        self._group.close()
-        if self._connections is not None:
-            self._connections.close(self._group.timeout_s)
 
 
 class DeviceMessages:
@@ -51,7 +50,7 @@ class DeviceMessages:
     def start(self, kind: str, tensor: torch.Tensor, peer: int) -> AsyncWork:
         return self._deferred.add(self._comm, kind, tensor, peer, 0)
 
-    def close(self) -> None:
+    def close(self, is_aborting: bool = False) -> None:
         """Nothing is open."""
 
 
@@ -62,17 +61,40 @@ def open_messages(comm: Messenger, backend: Backend) -> Messages:
     return HostMessages(backend) if backend.device.type == "cpu" else DeviceMessages(comm)
 
 
-def open_p2p(
-    members: GroupRanks, backend: Backend | None
-) -> tuple[P2PGroup | None, TcpStreams | None]:
-    """The group of all ranks, over the streams of their communicator, or over these connections.
+def open_p2p(members: GroupRanks, backend: Backend | None) -> tuple[P2PGroup | None, Close]:
+    """The group of all ranks, over the streams of their communicator, or over connections.
 
-    Collective. The caller closes first the one and then the other. No group for a rank alone.
+    Collective. The caller closes it by the second. No group for a rank alone.
     """
     if members.world_size == 1:
-        return None, None
-    coor = members.coordinator()
-    if backend is not None and backend.streams is not None:
-        return P2PEngine(members, backend.streams).all_ranks, None
-    connections = TcpStreams(coor.connections(), silent_s(coor))
-    return P2PEngine(members, connections).all_ranks, connections
+        return None, lambda **_: None
+    coor, connections = members.coordinator(), None
+    if backend is None or backend.streams is None:
+        connections = TcpStreams(coor.connections(), silent_s(coor))
+        group = P2PEngine(members, connections).all_ranks
+    else:
+        group = P2PEngine(members, backend.streams).all_ranks
+    return group, close_at_exit(group, connections)
+
+
+Close = Callable[..., object]  # is_aborting: without waiting for peers that do not read
+
+
+def close_at_exit(group: P2PGroup, connections: TcpStreams | None) -> Close:
+    """A function that closes these, and lets what was sent come. The process's end does so, too.
+
+    In a forked child it does nothing: another thread may hold the lock for ever.
+    """
+    pid = os.getpid()
+
+    def close(is_aborting: bool = False) -> None:
+        if os.getpid() != pid:
+            return
+        group.close()
+        if connections is not None:
+            connections.close(None if is_aborting else group.timeout_s)
+        atexit.unregister(close)
+
+    if connections is not None:
+        atexit.register(close)
+    return close

@@ -5,12 +5,10 @@ dist.init_process_group("drumline")     # or "cpu:drumline,cuda:drumline"
 
 from __future__ import annotations
 
-import atexit
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -18,11 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from communicator.backends.byte_streams import TcpStreams
 from communicator.backends.plugin import PluginBackend
 from communicator.calls.async_work import AsyncWork, WorkQueue
 from communicator.errors import Unsupported
-from communicator.p2p.async_messages import open_p2p
+from communicator.p2p.async_messages import Close, open_p2p
 from communicator.p2p.deferred_p2p import DeferredMessages
 from communicator.p2p.group_ranks import GroupRanks, meet
 from communicator.p2p.p2p_messages import ANY_SOURCE, P2PGroup
@@ -82,7 +79,7 @@ class DrumlineProcessGroup(GroupCollectives):
         self._ranks, self._queue = ranks, queue
         self._comms = LazyCommunicators(ranks, DEVICE_TYPES, chosen)
         self._p2p: P2PGroup | None = None
-        self._end_messages: Callable[..., object] = lambda **_: None
+        self._close_messages: Close = lambda **_: None
         if whole is None:
             self._open_p2p_and_devices(self._comms.chosen)
         else:
@@ -104,10 +101,7 @@ class DrumlineProcessGroup(GroupCollectives):
         self._open_if_any("cpu")
         self._open_if_any("cuda")
         comm = self._comms.if_opened("cpu")
-        self._p2p, connections = open_p2p(self._ranks, comm and comm._backend)
-        if self._p2p is not None and connections is not None:
-            self._end_messages = partial(_close_messages, self._p2p, connections, os.getpid())
-            atexit.register(self._end_messages)
+        self._p2p, self._close_messages = open_p2p(self._ranks, comm and comm._backend)
 
     def _open_if_any(self, device_type: str) -> None:
         with suppress(Unsupported):
@@ -153,14 +147,13 @@ class DrumlineProcessGroup(GroupCollectives):
     def abort(self) -> None:
         """End all calls with an error, and close the communicators."""
         self._comms.abort()
-        self._end_messages(is_aborting=True)  # or a peer that does not read delays it
+        self._close_messages(is_aborting=True)  # or a peer that does not read delays it
         self._close()
 
     def _close(self) -> None:
         if self._p2p is not None:
             self._p2p.close()
-        self._end_messages()
-        atexit.unregister(self._end_messages)
+        self._close_messages()
         self._comms.close()
 
     # Sends and receives.
@@ -190,15 +183,6 @@ class DrumlineProcessGroup(GroupCollectives):
         if tensor.device.type == "cpu" and self._p2p is not None:
             return self._p2p.start(kind, tensor, peer, tag)
         return self._deferred.add(self._comms.of(tensor.device.type), kind, tensor, peer, tag)
-
-
-def _close_messages(
-    p2p: P2PGroup, connections: TcpStreams, pid: int, is_aborting: bool = False
-) -> None:
-    """Let what was sent come. In a forked child another thread may hold the lock for ever."""
-    if os.getpid() == pid:
-        p2p.close()
-        connections.close(None if is_aborting else p2p.timeout_s)
 
 
 def create_group(options: Any, _: Any) -> Any:
