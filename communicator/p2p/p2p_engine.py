@@ -185,7 +185,7 @@ class P2PEngine:
 
     def _drive(self, work: P2PWork, deadline: float) -> bool:
         """Move all messages until the work has ended; False if another thread does."""
-        this_thread = threading.get_ident()
+        this_thread, looked_s = threading.get_ident(), time.monotonic()
         with self._lock:
             before = self._driver
             if self._is_closed or before not in (None, this_thread):
@@ -196,7 +196,11 @@ class P2PEngine:
             while not work.is_completed() and (left_s := deadline - time.monotonic()) > 0:
                 peer = self._streams.stream_wait(self._interest, _poll_ms(left_s))
                 with self._lock:
-                    self._move(peer) if peer >= 0 else self._check_peers()
+                    if peer >= 0:
+                        self._move(peer)
+                    if peer < 0 or time.monotonic() - looked_s > timings.TIMINGS.liveness_poll_s:
+                        self._check_peers()
+                        looked_s = time.monotonic()
                 self._finish_ended()
         finally:
             with self._lock:
@@ -366,18 +370,16 @@ class P2PEngine:
     def _handle(self, peer: int, incoming: Incoming) -> None:
         """Handle what has come as a whole: a header, or a payload."""
         target = incoming.target
+        incoming.expect_header()
         if target is None:
             kind, tag, dtype, nbytes, number, group = HEADER.unpack(incoming.header.raw)
             arrival = Arrival(peer, tag, dtype.rstrip(b"\0"), nbytes, number, group)
-            incoming.expect_header()
             return self._handle_header(kind, arrival, incoming)
-        incoming.expect_header()
         if isinstance(target, P2PWork):
-            self._end(target)
-        else:
-            target.is_complete = True
-            if target.work is not None and target.data is not None:
-                self._deliver(target, target.work, target.data)
+            return self._end(target)
+        target.is_complete = True
+        if target.work is not None and target.data is not None:
+            self._deliver(target, target.work, target.data)
 
     def _handle_header(self, kind: int, arrival: Arrival, incoming: Incoming) -> None:
         src, number = arrival.src, arrival.number
@@ -400,8 +402,7 @@ class P2PEngine:
 
     def _match(self, kind: int, arrival: Arrival, incoming: Incoming) -> None:
         """Find the receive for a message or an offer, or keep it."""
-        matching = (work for work in self._posted if work.matches(arrival))
-        work = next(matching, None)
+        work = next((work for work in self._posted if work.matches(arrival)), None)
         if work is not None:
             self._posted.remove(work)
             work.peer = arrival.src

@@ -408,6 +408,23 @@ def test_every_thread_that_closes_waits_for_the_one_that_moves_messages(engines)
     assert engines(body) == [([True] * 2, [False] * 2)] * WORLD
 
 
+def test_end_of_a_peer_is_noticed_while_another_one_sends_all_the_time(engines):
+    """It was looked for where nothing came, and the receive waited for its deadline."""
+    is_noticed = threading.Event()
+
+    def body(engine):
+        if engine.rank == 0:
+            with pytest.raises(PeerLost, match="lost rank 1"):
+                engine.start("recv", torch.zeros(1), 1, 0).wait()
+            is_noticed.set()
+        deadline_s = time.monotonic() + 5
+        while engine.rank == 2 and not is_noticed.wait(0.001):
+            assert time.monotonic() < deadline_s
+            engine.start("send", torch.ones(1), 0, 0)
+
+    engines(body)
+
+
 def test_service_sleeps_while_a_message_that_nobody_receives_is_unread(engines):
     """It looked again and again, for as long as the message was there."""
     is_posted, has_received, has_measured = (threading.Event() for _ in range(3))
