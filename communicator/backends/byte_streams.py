@@ -131,9 +131,11 @@ class TcpStreams:
             if fd == self._wake:
                 os.eventfd_read(self._wake)
                 return -1
-            if events & select.EPOLLRDHUP:
-                self._ends.setdefault(self._peers[fd], "it closed the connection")
-            return self._peers[fd]
+            peer = self._peers[fd]
+            if events & select.EPOLLRDHUP and peer not in self._ends:
+                error = self._connections[peer].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                self._ends[peer] = os.strerror(error) if error else "it closed the connection"
+            return peer
         return -1
 
     def _set_events(self, peer: int, events: int) -> None:

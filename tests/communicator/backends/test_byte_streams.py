@@ -138,5 +138,5 @@ def test_end_of_a_peer_that_is_not_read_from_is_seen_once(streams, interest):
         if streams[1].stream_wait(bytearray([interest, 0]), timeout_ms) == 0:
             streams[1].stream_write(0, b"rest", 0, 0)
     assert streams[1].stream_wait(bytearray([interest, 0]), 0) == -1
-    with pytest.raises(PeerLost):
+    with pytest.raises(PeerLost, match="rank 0: Connection reset by peer"):
         streams[1].stream_check(0)
