@@ -180,19 +180,23 @@ bool Run::wait() {
         polls_.push_back({engine_.connections_[transfer->peer]->fd,
                           static_cast<short>(transfer->is_send ? POLLOUT | POLLRDHUP : POLLIN), 0});
     int count = poll(polls_.data(), polls_.size(), static_cast<int>(engine_.poll_ns_ / 1000000));
+    int64_t now = shm::now_ns();
+    bool is_due = now - looked_ns_ >= engine_.poll_ns_;
     // A signal that comes often ends each poll(2) before its time.
-    if (count <= 0) return look(count == 0 || shm::now_ns() - moved_ns_ >= engine_.poll_ns_);
+    if (count <= 0) return look(count == 0 || (is_due && now - moved_ns_ >= engine_.poll_ns_));
     for (size_t i = 0; i < polls_.size(); ++i) active_[i]->must_wait = polls_[i].revents == 0;
-    return shm::now_ns() - looked_ns_ < engine_.poll_ns_ || look(false);
+    return !is_due || look(false);
 }
 
 bool Run::look(bool is_idle) {
     std::vector<int> peers;
-    looked_ns_ = shm::now_ns();
+    int64_t now = shm::now_ns();
+    // Where a signal ended poll(2) the next look is as near as before.
+    if (is_idle || now - looked_ns_ >= engine_.poll_ns_) looked_ns_ = now;
     for (const TcpMessage* transfer : active_)
         if (is_idle && std::find(peers.begin(), peers.end(), transfer->peer) == peers.end())
             peers.push_back(transfer->peer);
-    return look_(peers, static_cast<double>(looked_ns_ - started_ns_) / 1e9);
+    return look_(peers, static_cast<double>(now - started_ns_) / 1e9);
 }
 
 Engine::Engine(const std::vector<int>& fds, const std::vector<std::string>& keys, int64_t poll_ns)

@@ -18,6 +18,7 @@ from communicator import (
     CommunicatorTimeout,
     PeerLost,
     conformance,
+    timings,
 )
 from communicator.backends.byte_streams import SILENT_S
 from communicator.calls.dtypes import DTYPES, OPS
@@ -248,18 +249,21 @@ def test_nobody_comes_before_the_deadline_and_then_it_is_over(ranks):
 
 
 def test_deadline_passes_although_a_signal_comes_often():
-    """It began anew after each signal, as a profiler's timer sends them."""
-    store, limit_s = HashStore(), time.monotonic() + 8
+    """It began anew after each signal, as a profiler's timer sends them; then each was a look."""
+    store, limit_s, looks = HashStore(), time.monotonic() + 8, []
 
     def rank_of(rank):
         with Coordinator.over(store, rank, 2, timeout_s=20) as coor:
             comm = Communicator(coor, "tcp")
             comm.set_timeout(0.5)  # of the calls: to open takes as long as it takes
             if rank == 0:
+                check = comm._backend._check_wait
+                comm._backend._check_wait = lambda *args: looks.append(args[1]) or check(*args)
                 signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
-                with pytest.raises(CommunicatorTimeout):
+                with pytest.raises(CommunicatorTimeout, match="waited for rank 1"):
                     comm.recv(torch.ones(1), 1)
                 signal.setitimer(signal.ITIMER_REAL, 0)
+                assert 1 <= len(looks) <= looks[-1] / timings.TIMINGS.liveness_poll_s
             coor.barrier()
 
     def handler(*_):
