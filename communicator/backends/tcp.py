@@ -117,7 +117,6 @@ class Tcp(ScheduledCollectives, ComparedByMessages):
 
     name = "tcp"
     ended_by: DrumlineError | None = None  # the error of all later calls
-    _is_last_wait = False  # a peer was lost before the wait for more began
     capabilities = Capabilities(empty_messages=True, empty_collectives=True, encrypts=True)
 
     @classmethod
@@ -127,6 +126,7 @@ class Tcp(ScheduledCollectives, ComparedByMessages):
     def open(self) -> None:
         self.peers = packed(range(self.world_size))
         self._queue = WorkQueue()
+        self._lost_before: set[int] = set()  # before the last wait for one of these began
         self._silent_s = silent_s(self.coor)
         links = self.coor.connections(timeout_s=self.timeout_s)
         self._remotes = {rank: link_state.remote_host(link) for rank, link in links.items()}
@@ -317,10 +317,10 @@ class Tcp(ScheduledCollectives, ComparedByMessages):
             raise DeadlinePassed(peers)
         try:
             self._check_peers(peers, waited_s)
-        except ConnectionLost:
-            if self._is_last_wait:
+        except ConnectionLost as error:
+            if error.peer in self._lost_before:
                 raise
-            self._is_last_wait = True  # for what a peer sent just before its end
+            self._lost_before.add(error.peer)  # once more, for what it sent just before its end
 
     def _check_peers(self, peers: Sequence[int], waited_s: float) -> None:
         try:

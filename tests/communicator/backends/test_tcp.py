@@ -21,6 +21,7 @@ from communicator import (
     timings,
 )
 from communicator.backends.byte_streams import SILENT_S
+from communicator.backends.tcp import ConnectionLost
 from communicator.calls.dtypes import DTYPES, OPS
 from coordinator import Coordinator, DrumlineError
 from tests.cases import soak
@@ -391,6 +392,26 @@ def test_what_a_peer_sends_just_before_it_ends_is_received(ranks):
                 comm.recv(torch.zeros(3), 1)
 
     ranks(body, 2)
+
+
+def test_each_peer_that_is_lost_is_waited_for_once_more(ranks):
+    """After the first one that was lost, what others had sent just before their end was lost."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Communicator(coor, "tcp") as comm:
+            coor.barrier()
+            if comm.rank == 0:
+                ended = (replace(peer, pid=process.pid, start_ticks=1) for peer in coor.peers[1:])
+                coor.peers = (coor.peers[0], *ended)
+                comm._backend._check_wait([1], 0.1)
+                comm._backend._check_wait([2], 0.1)
+                for peer in (1, 2):
+                    with pytest.raises(ConnectionLost, match="it died"):
+                        comm._backend._check_wait([peer], 0.1)
+
+    ranks(body, 3)
 
 
 def test_who_closes_while_another_thread_sends_is_named_by_its_error(ranks):
