@@ -32,8 +32,9 @@ def complete_user_map(
     _check_names(parts, device_map)
     named = [place for place in device_map.values() if isinstance(place, (tuple, list, str))]
     disks = {place_of(place, free_nbytes, "device_map") for place in named}
+    ranks = {rank for rank, _ in free_nbytes}
     for place in disks - set(free_nbytes):
-        if place[1] == "disk":
+        if place[1] == "disk" and place[0] in ranks:
             free_nbytes = {**free_nbytes, place: model.nbytes}
     places = {part.name: _lookup(part.name, device_map, free_nbytes) for part in parts}
     result = DeviceMap.of_parts(parts, places, free_nbytes)
