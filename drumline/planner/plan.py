@@ -78,8 +78,13 @@ def plan(
 
     Raises PlanError, which says how many bytes are missing and where.
     """
-    if not isinstance(device_map, str):
+    if isinstance(device_map, Mapping):
         return complete_user_map(model, dict(free_nbytes), device_map)
+    if not isinstance(device_map, str):
+        raise PlanError(
+            f"device_map={device_map!r:.99} is neither the name of a plan nor a dict, so no layer "
+            'has a place; write {"": 0} for all on rank 0, or a dict of module name to place.'
+        )
     if device_map not in KINDS:
         raise PlanError(
             f"device_map={device_map!r} is not a plan, so no layer has a place; give one of "

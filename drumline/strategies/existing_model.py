@@ -81,9 +81,9 @@ def _planned(
 ) -> DeviceMap:
     if isinstance(device_map, DeviceMap):
         device_map = device_map.places
-    if isinstance(device_map, str):
-        return plan(profile_model(model, no_split_module_classes), free_nbytes, device_map)
-    return plan(_parts(model, device_map), free_nbytes, device_map)
+    if isinstance(device_map, Mapping):
+        return plan(_parts(model, device_map), free_nbytes, device_map)
+    return plan(profile_model(model, no_split_module_classes), free_nbytes, device_map)
 
 
 def _parts(model: nn.Module, named: Collection[str]) -> ModelProfile:

@@ -67,7 +67,7 @@ def _load_stage(
     planned: list[DeviceMap] = []
     with monitored_loading(coor, lambda rank: planned[0].holds(rank) if planned else ""):
         inputs = collect_plan_inputs(coor, path, options)
-        mode = options.device_map or "auto"
+        mode = "auto" if options.device_map is None else options.device_map
         speeds = options.speeds
         if mode == "auto":
             speeds = measure_machines(coor, inputs.free_nbytes, inputs.checkpoint.dtype)

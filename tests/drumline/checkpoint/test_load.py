@@ -496,10 +496,14 @@ def test_what_differs_need_not_be_json(ranks_or_errors):
         ({"load_in_4bit": True, "mesh": {"dp_replicate": 2}}, "no option load_in_4bit"),
         ({"subfolder": "other"}, "does not apply subfolder='other'"),
         ({"variant": "fp16", "tp": 2}, "does not apply variant='fp16'"),
+        ({"device_map": 0}, "device_map=0"),
+        ({"device_map": torch.device("cpu")}, "device_map=device(type='cpu')"),
+        ({"device_map": ""}, "device_map=''"),
+        ({"device_map": {}}, "device_map has no place"),
     ],
 )
 def test_an_option_that_cannot_be_is_named(checkpoints, ranks_or_errors, options, complaint):
-    """A TypeError of the model's constructor, or no word at all."""
+    """A TypeError of the model's constructor, an AttributeError, or no word at all."""
 
     def rank(info):
         with Coordinator(info, timeout_s=20) as coor:

@@ -210,6 +210,9 @@ def test_a_map_of_ones_own_is_spread_over_what_its_prefixes_cover():
         ({"": 0, "model.norm": (5, "disk")}, "rank 5 disk, which does not exist"),
         ({"": 0}, "101 bytes are missing"),
         ("somehow", "is not a plan"),
+        (0, 'device_map=0 .* write {"": 0}'),
+        ([0], r"device_map=\[0\] .* nor a dict"),
+        ({}, "no place for"),
         (
             {"": 0, "model.layer.3": 0},
             "'model.layer.3', which is not in the model.*mean 'model.layers.3'",

@@ -269,6 +269,8 @@ def test_a_map_of_another_module_is_refused():
     def rank():
         with pytest.raises(drumline.PlanError, match="lineal"):
             drumline.dispatch_model(three(False), {"": 0, "lineal": 1})
+        with pytest.raises(drumline.PlanError, match="device_map=1"):
+            drumline.dispatch_model(three(False), 1)
 
     over_ranks(rank, 2)
 
