@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from drumline.core.device_map import Place, place_of, sort_places
+from drumline.core.consistency import run_on_all_ranks
+from drumline.core.device_map import KINDS_OF_DEVICE, Place, place_of, sort_places
 from drumline.errors import PlanError
 from launcher import free_memory_by_limit
 
@@ -48,6 +49,29 @@ def cluster_memory(coor: Any) -> dict[Place, int]:
             free_nbytes[(rank, device)] = max(0, free - ACCELERATOR_RESERVE_NBYTES)
         free_nbytes[(rank, "cpu")] = max(0, cpus[rank] - CPU_RESERVE_NBYTES)
     return sort_places(free_nbytes)
+
+
+def allowed_memory(coor: Any, max_memory: Memory | None) -> dict[Place, int]:
+    """The memory of the cluster that the user allows, by place. Collective.
+
+    Raises PlanError on every rank for a device that its rank does not see. Several ranks may use
+    one that they all see, though it is counted for one of them.
+    """
+    measured = cluster_memory(coor)
+
+    def check() -> dict[Place, int]:
+        allowed = limit_memory(measured, max_memory)
+        devices = [str(device) for device in local_accelerators()]
+        kinds = {device.partition(":")[0] for device in devices}  # "cuda" is the current one
+        for rank, device in sorted(allowed.keys() - measured.keys()):
+            if rank == coor.rank and device not in {*devices, *kinds, *KINDS_OF_DEVICE}:
+                raise PlanError(
+                    f"rank {rank}: max_memory names {device!r}, and this rank has "
+                    f"{', '.join([*devices, *KINDS_OF_DEVICE])}; name one of these."
+                )
+        return allowed
+
+    return run_on_all_ranks(coor, check)
 
 
 def share(limits: Sequence[Mapping[str, int]]) -> list[int]:

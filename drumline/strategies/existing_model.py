@@ -25,7 +25,7 @@ from drumline.core.device_map import DeviceMap, ModelProfile, Place
 from drumline.errors import PlanError, short_traceback
 from drumline.offload.placement import install_device_hooks, offloaded_modules
 from drumline.offload.prefetcher import DiskWeights, make_prefetcher
-from drumline.planner.memory import Memory, cluster_memory, limit_memory
+from drumline.planner.memory import Memory, allowed_memory
 from drumline.planner.model_profile import is_inside, part_of_tensor, profile_model
 from drumline.planner.plan import plan
 from drumline.stages.stage_weights import LoadedStage, fill
@@ -60,7 +60,7 @@ def dispatch(
     owner = coor
     with contextlib.ExitStack() as stack:
         coor = coor or stack.enter_context(Coordinator())
-        free_nbytes = limit_memory(cluster_memory(coor), max_memory)
+        free_nbytes = allowed_memory(coor, max_memory)
         placed = run_on_all_ranks(
             coor, lambda: _planned(model, device_map, free_nbytes, no_split_module_classes)
         )

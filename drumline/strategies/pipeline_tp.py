@@ -30,7 +30,7 @@ from drumline.kv_cache.windows import give_back_prompts
 from drumline.pipeline.driver import PipelineDriver
 from drumline.pipeline.master_model import distribute
 from drumline.planner.load_options import LoadOptions
-from drumline.planner.memory import Memory, cluster_memory, limit_memory
+from drumline.planner.memory import Memory, allowed_memory
 from drumline.planner.model_profile import part_of_tensor, profile_model
 from drumline.planner.plan import plan
 from drumline.planner.token_memory import memory_of_model, shared_token_memory, with_tokens
@@ -180,7 +180,7 @@ def _free_nbytes_by_stage(
 ) -> dict[Place, int]:
     """Free memory by stage: the least of all ranks that hold it, each on its own device."""
     devices = coor.allgather_object(where)
-    by_place = limit_memory(cluster_memory(coor), max_memory)
+    by_place = allowed_memory(coor, max_memory)
     by_rank = [by_place.get((rank, device), 0) for rank, device in enumerate(devices)]
     return {
         (stage, devices[first]): min(by_rank[r] for r in mesh.group(first, "tp", "dp_replicate"))

@@ -26,7 +26,7 @@ from drumline.errors import CheckpointError
 from drumline.planner import model_profile
 from drumline.planner.cost_model import DeviceSpeeds, PassShape
 from drumline.planner.load_options import LoadOptions
-from drumline.planner.memory import cluster_memory, limit_memory
+from drumline.planner.memory import allowed_memory
 from drumline.planner.outside_reads import read_outside
 from drumline.planner.plan import plan
 from drumline.planner.token_memory import shared_token_memory, token_memory, with_tokens
@@ -75,7 +75,7 @@ def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOption
     memory = shared_token_memory(coor, checkpoint.kind, measure)
     parts = with_tokens(parts, memory.of_batch(options.batch, options.pass_batch))
     step = PassShape(options.batch, model_profile.hidden_width(config), dtype.itemsize)
-    free_nbytes = limit_memory(cluster_memory(coor), options.max_memory)
+    free_nbytes = allowed_memory(coor, options.max_memory)
     return PlanInputs(checkpoint, parts, free_nbytes, step)
 
 

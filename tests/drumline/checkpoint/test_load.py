@@ -500,6 +500,8 @@ def test_what_differs_need_not_be_json(ranks_or_errors):
         ({"device_map": torch.device("cpu")}, "device_map=device(type='cpu')"),
         ({"device_map": ""}, "device_map=''"),
         ({"device_map": {}}, "device_map has no place"),
+        ({"max_memory": {"gpu:0": "1GB", 1: "1GB"}}, "rank 0: max_memory names 'gpu:0'"),
+        ({"max_memory": {0: "1GB", (1, "cuda:77"): "1GB"}}, "rank 1: max_memory names 'cuda:77'"),
     ],
 )
 def test_an_option_that_cannot_be_is_named(checkpoints, ranks_or_errors, options, complaint):

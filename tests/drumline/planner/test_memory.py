@@ -162,6 +162,8 @@ def test_a_model_runs_on_what_torch_calls_the_accelerator(
     places, tokens = on_master(path, 2, work, max_memory=None)
     assert places == {(0, "cpu:0"), (1, "cpu:1")}
     assert tokens.equal(model.generate(prompt, max_new_tokens=4))
+    both_on_one = {(0, "cpu:1"): 600_000, (1, "cpu:1"): 600_000}
+    assert on_master(path, 2, work, max_memory=both_on_one)[0] == {*both_on_one}
 
 
 def test_containers_of_one_kernel_have_limits_of_their_own():

@@ -271,6 +271,8 @@ def test_a_map_of_another_module_is_refused():
             drumline.dispatch_model(three(False), {"": 0, "lineal": 1})
         with pytest.raises(drumline.PlanError, match="device_map=1"):
             drumline.dispatch_model(three(False), 1)
+        with pytest.raises(drumline.PlanError, match="rank 1: max_memory names 'cuda0'"):
+            drumline.dispatch(three(False), max_memory={(1, "cuda0"): "1GB"})
 
     over_ranks(rank, 2)
 
