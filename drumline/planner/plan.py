@@ -265,6 +265,10 @@ class _Planner:
         return pinned
 
     def _capacity(self, place: Place, fraction: float) -> int:
+        """The bytes left for layers; less than none where the device that runs them is too full."""
+        runs = self._runs.get(place[0], place)
+        if self.levels[place] and not self.levels[runs] and self._capacity(runs, 1.0) < 0:
+            return -1
         pinned = sum(p.nbytes for p in self.model.others if self.pinned[p.name] == place)
         part = fraction if self.levels[place] == self.deepest else 1.0
         return int(self.free_nbytes[place] * part) - pinned - self._reserves[place]
@@ -272,14 +276,16 @@ class _Planner:
     @cached_property
     def _reserves(self) -> dict[Place, int]:
         """Workspace; where offloaded layers run, also memory for one at work and one on its way."""
-        ranks = {rank for rank, device in self.order if self.levels[(rank, device)]}
         largest = max((part.nbytes for part in self.model.layers), default=0)
-        kept = dict.fromkeys(self.order, 0)
-        for place in self.order:
-            if not self.levels[place]:
-                kept[place] = self.model.workspace_nbytes + 2 * largest * (place[0] in ranks)
-                ranks.discard(place[0])  # its first device is where they run
-        return kept
+        runs = {self._runs.get(place[0]) for place in self.order if self.levels[place]}
+        workspace_nbytes = self.model.workspace_nbytes
+        kept = {place: workspace_nbytes + 2 * largest * (place in runs) for place in self.near}
+        return {place: 0 if self.levels[place] else kept[place] for place in self.order}
+
+    @cached_property
+    def _runs(self) -> dict[int, Place]:
+        """By rank, the first of its devices, which runs what is offloaded there."""
+        return {place[0]: place for place in reversed(self.near)}
 
     def reserve_for_caches(self, device_map: DeviceMap) -> bool:
         """Keep memory for the caches of the map's offloaded layers, where they run.
@@ -299,7 +305,7 @@ class _Planner:
 
     def _fill(self, fraction: float) -> list[Place] | None:
         """The place of each group if places are filled to `fraction`; None if some do not fit."""
-        if any(self._capacity(place, 1.0) < 0 for place in self.order):
+        if any(self._capacity(place, 1.0) < 0 for place in self.pinned.values()):
             return None
         placed: list[Place] = []
         places = iter(self.order)
@@ -355,10 +361,11 @@ class _Planner:
     def _shortage(self) -> str:
         """The first module that does not fit, places filled in order, and the missing bytes."""
         free = [self._capacity(place, 1.0) for place in self.order]
-        least = free.index(min(free))
-        if free[least] < 0:
+        numbers = {self.order.index(place) for place in self.pinned.values()}
+        least = min(numbers, key=lambda number: free[number], default=0)
+        if numbers and free[least] < 0:
             around = [name for name, place in self.pinned.items() if place == self.order[least]]
-            what = abbreviate_names(around) or "its workspace alone"
+            what = abbreviate_names(around)
             return f"{-free[least]} bytes are missing on {_named(self.order[least])} for {what}"
         at = 0
         for group in self.groups:

@@ -360,3 +360,15 @@ def test_a_workspace_is_kept_on_every_place_that_runs_layers():
         plan(dataclasses.replace(LLAMA, workspace_nbytes=151), {(0, "cpu"): 551, (1, "cpu"): 651})
     with pytest.raises(PlanError, match="1 bytes are missing"):
         plan(workspace_nbytes, {(0, "cpu"): 1050}, {"": 0})
+
+
+def test_a_place_without_room_for_the_workspace_gets_nothing_and_the_others_the_model():
+    """One GPU that another job had taken made every plan impossible."""
+    model = dataclasses.replace(LLAMA, workspace_nbytes=150)
+    assert plan(model, {(0, "cpu"): 2000, (1, "cpu"): 0}).ranks == [0]
+    assert plan(model, {(0, "cpu"): 0, (1, "cpu"): 2000}).ranks == [1]
+    offloading = {(0, "cuda:0"): 600, (1, "cuda:0"): 0, (1, "cpu"): 9000}
+    with pytest.raises(PlanError, match="are missing"):
+        plan(model, offloading)  # offloaded layers run on the GPU of their rank
+    chosen = plan(model, {**offloading, (0, "cpu"): 9000})
+    assert chosen.ranks == [0] and "cpu" in chosen.of(0).values()
