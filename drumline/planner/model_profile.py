@@ -67,7 +67,8 @@ def build_as_kept(
         quantizer, own = models.quantizer_of(own, quantization_config)
     method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
     if quantizer is None or method == "compressed-tensors":  # which decompresses before it computes
-        return build_on_meta(cls, config, dtype), nbytes_of_tensor
+        model = build_on_meta(cls, config, dtype)
+        return model, _nbytes_as_loaded(model, dtype)
     model = build_on_meta(cls, own, quantizer.update_dtype(dtype))
     with model_building(cls), init_on_meta():
         models.quantize_empty(quantizer, model, dtype)
@@ -76,6 +77,17 @@ def build_as_kept(
         return int(tensor.numel() * quantizer.param_element_size(model, name, tensor))
 
     return model, nbytes
+
+
+def _nbytes_as_loaded(model: Any, dtype: torch.dtype) -> TensorNbytes:
+    """The bytes of tensors that are loaded in `dtype`, except those that the model wants wider."""
+    dtype_of = models.dtype_plan(model, dtype)
+
+    def nbytes(name: str, tensor: torch.Tensor) -> int:
+        wide = None if isinstance(tensor, PackedTensor) else dtype_of(name)
+        return tensor.nbytes if wide is None else tensor.numel() * wide.itemsize
+
+    return nbytes
 
 
 def nbytes_of_tensor(name: str, tensor: torch.Tensor) -> int:

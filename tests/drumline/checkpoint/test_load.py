@@ -82,6 +82,20 @@ def test_the_layout_counts_every_byte_once(checkpoints):
         assert profile_model(model).nbytes == expected
 
 
+def test_weights_that_stay_in_float32_are_planned_at_that_size(checkpoints, on_master):
+    """T5 loads a matrix of each layer so, and half of its bytes were not counted."""
+    sizes = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "num_heads": 4}
+    _, path = checkpoints.make("t5 kept wide", "T5ForConditionalGeneration", **sizes, vocab_size=64)
+
+    def work(model):
+        loaded = {tensor.dtype for tensor in model.parameters()}
+        nbytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        return loaded, nbytes, sum(model.device_map.nbytes.values())
+
+    loaded, nbytes, planned = on_master(path, 1, work, dtype=torch.float16)
+    assert loaded == {torch.float16, torch.float32} and planned == nbytes
+
+
 def test_a_layer_is_not_split_where_the_model_names_only_its_attention(checkpoints):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     kind = "RobertaPreLayerNormForMaskedLM"
