@@ -78,13 +78,15 @@ def _excerpt(text: str, other: str) -> str:
     return text[max(0, start - CONTEXT[0]) : start + CONTEXT[1]].strip()
 
 
-def run_on_all_ranks(coor: Coordinator, work: Callable[[], T]) -> T:
+def run_on_all_ranks(coor: Coordinator, work: Callable[[], T], timeout_s: float | None = None) -> T:
     """Run local work on every rank; return this rank's result, or raise on all. Collective.
+
+    timeout_s: for the ranks that are slower; that of the Coordinator, if None.
 
     The rank whose work fails raises its own exception; so do the others if it is one of ours, and
     otherwise CheckpointError with its text.
     """
-    return run_and_share(coor, work, lambda result: None)[0]
+    return run_and_share(coor, work, lambda result: None, timeout_s)[0]
 
 
 def run_and_share(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from coordinator import Coordinator
+from drumline import timings
 from drumline.checkpoint import model_tensors
 from drumline.checkpoint.safetensors_index import read_index
 from drumline.checkpoint.shard_plan import whole_tensor
@@ -68,7 +69,11 @@ def dispatch(
         if checkpoint is not None:
             for check in _fill(model, placed, coor, Path(checkpoint)).copy_checks:
                 stack.enter_context(check)
-        stage = run_on_all_ranks(coor, lambda: _keep_own(model, placed, coor.rank, offload_dir))
+        stage = run_on_all_ranks(
+            coor,
+            lambda: _keep_own(model, placed, coor.rank, offload_dir),
+            timings.TIMINGS.load_s,
+        )
         split = connect_stages(coor, stage, stack)
         return split if owner is None else owner.close_first(split)
 

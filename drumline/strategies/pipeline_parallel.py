@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from coordinator import Coordinator
+from drumline import timings
 from drumline.checkpoint.config_files import read_generation_config
 from drumline.checkpoint.empty_model import empty_model, load_shard
 from drumline.checkpoint.json_files import MERGE_ADAPTER
@@ -115,7 +116,9 @@ def _load_weights(
     )
     if empty is None:
         stage: LoadedStage = run_on_all_ranks(
-            coor, lambda: _read(checkpoint, device_map, coor.rank, options.rest)
+            coor,
+            lambda: _read(checkpoint, device_map, coor.rank, options.rest),
+            timings.TIMINGS.load_s,
         )
         return stage
     model, weight_map = empty

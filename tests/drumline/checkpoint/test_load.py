@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
 import shlex
 import shutil
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -21,8 +23,9 @@ from transformers import (
 )
 
 import drumline
+import launcher
 from coordinator import Coordinator
-from drumline import CheckpointError
+from drumline import CheckpointError, timings
 from drumline.checkpoint.empty_model import load_shard
 from drumline.checkpoint.safetensors_index import TensorReader, read_index
 from drumline.core.consistency import check_same_on_all_ranks, run_on_all_ranks
@@ -30,7 +33,7 @@ from drumline.core.shards import Region
 from drumline.errors import short_traceback
 from drumline.planner.model_profile import build_on_meta, profile_model
 from drumline.stages.stage_weights import fill
-from drumline.strategies import pipeline_parallel
+from drumline.strategies import existing_model, pipeline_parallel
 from launcher import LaunchError, linux
 from launcher.runtime.rank_process import describe
 
@@ -38,6 +41,38 @@ from launcher.runtime.rank_process import describe
 def real(model) -> set[str]:
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name for name, tensor in named if not tensor.is_meta}
+
+
+@pytest.mark.parametrize("is_dispatched", [True, False])
+def test_ranks_may_differ_by_hours_in_reading(checkpoints, monkeypatch, is_dispatched):
+    """The fastest waited as long as in any other call, and then ended a healthy load."""
+    plain, path = checkpoints.llama()
+    owner, name = (existing_model, "_keep_own") if is_dispatched else (pipeline_parallel, "_read")
+    read, allgather = getattr(owner, name), Coordinator.allgather
+    readers, deadlines = set(), []
+
+    def note(*arguments):
+        readers.add(threading.get_ident())
+        return read(*arguments)
+
+    def wait(self, data, *, timeout_s=None):
+        if threading.get_ident() in readers:
+            readers.remove(threading.get_ident())
+            deadlines.append(timeout_s)
+        return allgather(self, data, timeout_s=timeout_s)
+
+    monkeypatch.setattr(owner, name, note)
+    monkeypatch.setattr(Coordinator, "allgather", wait)
+    monkeypatch.setattr(pipeline_parallel, "_build_empty", lambda *_: None)
+
+    def rank():
+        memory = {"max_memory": [1 << 30] * 2}
+        if is_dispatched:
+            return drumline.dispatch(copy.deepcopy(plain), **memory).close()
+        return drumline.load(path, **memory).close()
+
+    launcher.launch(rank, nprocs=2, launcher="threads", timeout_s=60)
+    assert deadlines == [timings.TIMINGS.load_s] * 2
 
 
 def test_a_rank_has_only_its_own_tensors_and_they_are_those_of_the_checkpoint(checkpoints):
