@@ -181,7 +181,9 @@ class ReplanningMixin:
 
 def _met(before: Coordinator) -> Coordinator | None:
     """A Coordinator of the ranks that are left; None if one more is lost while they meet."""
-    info = before.survivors(timeout_s=TIMINGS.regroup_s)
+    # The master comes when its script calls next, as for any other message.
+    timeout_s = TIMINGS.regroup_s if before.is_master() else TIMINGS.next_message_s
+    info = before.survivors(timeout_s=timeout_s)
     if info is None:
         log.warning("rank %d: the others go on without this rank", before.rank)
         raise WorkerExit(0)

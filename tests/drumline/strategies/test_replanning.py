@@ -67,6 +67,34 @@ def test_a_rank_that_is_lost_while_the_others_load_again_is_done_without(
     is_lost_while_replanning(checkpoints, start, moment, number)
 
 
+IDLE = """
+import dataclasses, json, os, signal, sys, time
+import torch
+import drumline, launcher
+from drumline.strategies import replanning
+
+prompt = torch.tensor([[5, 6, 7, 8]])
+if launcher.current().rank:
+    replanning.TIMINGS = dataclasses.replace(replanning.TIMINGS, regroup_s=0.1)
+options = {"on_failure": "replan", "max_memory": ["1GB"] * 3}
+with drumline.load(sys.argv[1], "balanced", **options) as model:
+    os.kill(model._replanner.coor.peers[2].pid, signal.SIGKILL)
+    try:
+        model(prompt)
+    except drumline.PeerLost:
+        time.sleep(0.5)
+    model(prompt)
+    print(json.dumps([str(rank) for rank in model.device_map.ranks]))
+"""
+
+
+def test_the_ranks_that_are_left_wait_until_the_script_calls_again(checkpoints, start):
+    """They gave up a minute after the loss, while a notebook had not been touched."""
+    processes = start(IDLE, 3, checkpoints.llama()[1])
+    assert reports(processes) == [["0", "1"]]
+    assert processes[1].wait(60) == 0
+
+
 def test_ranks_that_cannot_hold_the_model_say_so_in_every_call(checkpoints, start):
     processes = start(PROGRAM, 2, checkpoints.llama()[1], json.dumps(["150KB", "150KB"]))
     lost, batch, old_manager, *later = reports(processes)
