@@ -6,16 +6,20 @@ model = drumline.load("checkpoint", on_failure="replan")
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import launcher
 from coordinator import Coordinator, CoordinatorError, FailureReason, torch_private
@@ -72,11 +76,12 @@ class Replanner:
             while True:
                 if lost is not None:
                     self._regroup(lost)
+                    _release_memory()
                 try:
                     options = self._options_now()
                     return self._adopted(load_pipeline(self._path, self.coor, options, model))
                 except PeerLost as error:
-                    lost = error
+                    lost = _without_frames(error)
         except WorkerExit:
             self.coor.close()
             raise
@@ -152,7 +157,9 @@ class Replanner:
         for module in model.modules():  # their memory is needed for the new ones
             for table in torch_private.own_tables(module):
                 table.clear()
-        self.load(model, model._driver.lost)
+        lost = model._driver.lost
+        traceback.clear_frames(lost.__traceback__)  # they hold weights and caches
+        self.load(model, lost)
         model.generation_config = settings
 
 
@@ -194,6 +201,18 @@ def _met(before: Coordinator) -> Coordinator | None:
     finally:
         if listener := info.extras.get("master_fd"):
             os.close(int(listener))
+
+
+def _without_frames(error: PeerLost) -> PeerLost:
+    """A copy of the loss without its traceback, whose frames hold the weights of the model."""
+    return PeerLost(error.what, error.failures, error.advice)
+
+
+def _release_memory() -> None:
+    """Give back what the model before had, ahead of the measurement of what is free."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
 
 
 def _is_lost(model: Any) -> bool:

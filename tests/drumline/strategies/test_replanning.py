@@ -95,6 +95,44 @@ def test_the_ranks_that_are_left_wait_until_the_script_calls_again(checkpoints, 
     assert processes[1].wait(60) == 0
 
 
+HELD = """
+import os, signal, sys, weakref
+import torch
+import drumline
+from drumline.strategies import pipeline_parallel
+
+prompt, weights = torch.tensor([[5, 6, 7, 8]]), []
+measure, connect = pipeline_parallel.collect_plan_inputs, pipeline_parallel.connect_stages
+
+def connect_and_note(coor, stage, *rest):
+    weights.extend(weakref.ref(p) for p in stage.model.parameters() if not p.is_meta)
+    return connect(coor, stage, *rest)
+
+def measure_and_report(*arguments):
+    if weights:
+        print(sum(weight() is not None for weight in weights), flush=True)
+    return measure(*arguments)
+
+pipeline_parallel.connect_stages = connect_and_note
+pipeline_parallel.collect_plan_inputs = measure_and_report
+options = {"on_failure": "replan", "max_memory": ["1GB"] * 3}
+with drumline.load(sys.argv[1], "balanced", **options) as model:
+    os.kill(model._replanner.coor.peers[2].pid, signal.SIGKILL)
+    try:
+        model(prompt)
+    except drumline.PeerLost:
+        pass
+    model(prompt)
+"""
+
+
+def test_no_weight_of_the_model_before_is_held_when_memory_is_measured_again(checkpoints, start):
+    """The traceback of the loss held all of them, so that a rank needed memory for two models."""
+    processes = start(HELD, 3, checkpoints.llama()[1])
+    printed = [process.communicate(timeout=120)[0] for process in processes[:2]]
+    assert printed == ["0\n", "0\n"]
+
+
 def test_ranks_that_cannot_hold_the_model_say_so_in_every_call(checkpoints, start):
     processes = start(PROGRAM, 2, checkpoints.llama()[1], json.dumps(["150KB", "150KB"]))
     lost, batch, old_manager, *later = reports(processes)
