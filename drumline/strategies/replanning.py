@@ -93,7 +93,10 @@ class Replanner:
     def _regroup(self, lost: PeerLost) -> None:
         """Meet the ranks that are left, in a launch of their own. Collective over these."""
         before = self.coor
-        self.coor = next(filter(None, (_met(before) for _ in before.ranks)))
+        now = next(filter(None, (_met(before) for _ in before.ranks)), None)
+        if now is None:
+            raise lost
+        self.coor = now
         if before.is_master():
             counts = self.coor.world_size, before.world_size
             log.warning("%d of %d ranks go on: %s", *counts, lost.what)
@@ -122,7 +125,7 @@ class Replanner:
         finally:
             lost = [f for f in self.coor.failures() if f.reason is not FailureReason.LEFT]
             if lost:  # the other ranks wait to hear who goes on
-                self.coor.survivors(release=True, timeout_s=TIMINGS.drain_s)
+                _close_listener(self.coor.survivors(release=True, timeout_s=TIMINGS.drain_s))
                 error = PeerLost(str(lost[0]), lost)
             self.coor.__exit__(type(error) if error else None, error, None)
 
@@ -199,8 +202,12 @@ def _met(before: Coordinator) -> Coordinator | None:
     except CoordinatorError:
         return None
     finally:
-        if listener := info.extras.get("master_fd"):
-            os.close(int(listener))
+        _close_listener(info)
+
+
+def _close_listener(info: launcher.LaunchInfo | None) -> None:
+    if info is not None and (listener := info.extras.get("master_fd")):
+        os.close(int(listener))
 
 
 def _without_frames(error: PeerLost) -> PeerLost:

@@ -1,16 +1,20 @@
 """Models whose ranks are lost, and that go on over the others."""
 
 import json
+import os
 import signal
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
 import drumline
-from coordinator import Coordinator
-from drumline.errors import PlanError
-from drumline.strategies.replanning import memory_of
+import launcher
+from coordinator import Coordinator, FailureReason
+from drumline.errors import PeerLost, PlanError
+from drumline.strategies import replanning
+from drumline.strategies.replanning import Replanner, memory_of
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "outlive_a_rank.py"
 LOSE_AGAIN = PROGRAM.with_name("lose_while_replanning.py")
@@ -138,6 +142,35 @@ def test_ranks_that_cannot_hold_the_model_say_so_in_every_call(checkpoints, star
     lost, batch, old_manager, *later = reports(processes)
     assert lost.startswith("PeerLost") and old_manager.startswith("PeerLost: rank 0 lost rank 1")
     assert all(text.startswith("PlanError: the model needs") for text in (batch, *later))
+
+
+def replanner_with(coor):
+    replanner = object.__new__(Replanner)
+    replanner.coor, replanner.script_failure = coor, None
+    return replanner
+
+
+def test_the_socket_of_a_launch_that_releases_all_others_is_closed():
+    read, write = os.pipe()
+    info = launcher.LaunchInfo("a", 1, 1, 0, 0, "127.0.0.1", 1, extras={"master_fd": str(read)})
+    lost = types.SimpleNamespace(reason=FailureReason.EXITED)
+    coor = types.SimpleNamespace(
+        failures=lambda: [lost], survivors=lambda **_: info, __exit__=lambda *_: None
+    )
+    replanner_with(coor)._close(lambda: None)
+    with pytest.raises(BrokenPipeError):
+        os.write(write, b"is anybody there?")
+    os.close(write)
+
+
+def test_ranks_that_never_meet_raise_the_loss_for_which_they_came(monkeypatch):
+    """It was a StopIteration."""
+    monkeypatch.setattr(replanning, "_met", lambda before: None)
+    before, lost = types.SimpleNamespace(ranks=[0, 1]), PeerLost("rank 0 lost rank 1")
+    replanner = replanner_with(before)
+    with pytest.raises(PeerLost) as raised:
+        replanner._regroup(lost)
+    assert raised.value is lost and replanner.coor is before
 
 
 FAILING = """
