@@ -99,6 +99,7 @@ def profile_model(
     no_split_module_classes: Collection[str] | str | None = None,
     names: Collection[str] | None = None,
     tensor_nbytes: TensorNbytes = nbytes_of_tensor,
+    stored: Collection[str] = (),
 ) -> ModelProfile:
     """The profile of a model, which may be on meta.
 
@@ -107,10 +108,11 @@ def profile_model(
         or its children.
     names: of the modules that are to stay whole, instead.
     tensor_nbytes: how much memory a tensor takes, where that is not its size on meta.
+    stored: the names of tensors in the files. Tied ones that are both there are loaded both.
     """
     layers = list(layer_names(model, no_split_module_classes) if names is None else names)
     others = list(_around(model, "", set(layers)))
-    sizes = _sizes(model, [*others, *layers], tensor_nbytes)
+    sizes = _sizes(model, [*others, *layers], tensor_nbytes, stored)
     tensors = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     ties = tuple(_ties(model, [*others, *layers]))
     bound = {name for tie in ties if not {*layers}.issuperset(tie) for name in tie}
@@ -222,12 +224,18 @@ def part_of_tensor(tensor_name: str, parts: set[str]) -> str:
     return prefix
 
 
-def _sizes(model: nn.Module, parts: list[str], tensor_nbytes: TensorNbytes) -> dict[str, int]:
+def _sizes(
+    model: nn.Module, parts: list[str], tensor_nbytes: TensorNbytes, stored: Collection[str]
+) -> dict[str, int]:
     sizes = dict.fromkeys(parts, 0)
     part_names = set(parts)
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name not in tied:
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    both = {name for name, source in tied.items() if name in stored and source in stored}
+    every_name = model.named_parameters(remove_duplicate=False)
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    tensors |= {name: tensor for name, tensor in every_name if name in both}
+    for name, tensor in tensors.items():
+        if name in both or name not in tied:
             sizes[part_of_tensor(name, part_names)] += tensor_nbytes(name, tensor)
     return sizes
 

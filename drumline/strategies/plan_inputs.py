@@ -105,7 +105,8 @@ def sized_model(
         files = weight_format("gguf_file").read_gguf_weights(files, model, dtype)
     if has_computed(files.index):
         keep_packed(model, map_weights(model, files.index), files, dtype, options)
-    return files, model, model_profile.profile_model(model, tensor_nbytes=tensor_nbytes)
+    parts = model_profile.profile_model(model, None, None, tensor_nbytes, files.index)
+    return files, model, parts
 
 
 def keep_packed(

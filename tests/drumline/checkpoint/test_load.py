@@ -131,6 +131,27 @@ def test_weights_that_stay_in_float32_are_planned_at_that_size(checkpoints, on_m
     assert loaded == {torch.float16, torch.float32} and planned == nbytes
 
 
+def test_a_tied_head_that_is_stored_too_is_planned_as_it_is_loaded(
+    checkpoints, on_master, tmp_path
+):
+    """transformers ties no two weights that are both in the files; one was not counted."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "tie_word_embeddings": True}
+    _, path = checkpoints.make("tied llama", "LlamaForCausalLM", **sizes)
+    shutil.copy(path / "config.json", tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+
+    def work(model):
+        nbytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        return nbytes, sum(model.device_map.nbytes.values())
+
+    for folder in (path, tmp_path):
+        nbytes, planned = on_master(folder, 1, work)
+        assert planned == nbytes
+
+
 def test_a_layer_is_not_split_where_the_model_names_only_its_attention(checkpoints):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     kind = "RobertaPreLayerNormForMaskedLM"
