@@ -67,7 +67,8 @@ def network_failure(link: socket.socket, silent_s: float) -> str:
     """The network failure under a connection whose host is silent; "" if there is none."""
     if not link_state.describe_silence(link, silent_s):
         return ""
-    time.sleep(timings.TIMINGS.liveness_poll_s)  # a probe may be on its way
+    # A probe may be on its way: of a peer that does not read they become rarer than silent_s.
+    time.sleep(max(timings.TIMINGS.liveness_poll_s, 2 * link_state.round_trip_s(link)))
     return link_state.describe_silence(link, silent_s)
 
 

@@ -8,9 +8,9 @@ print(plan(model, {(0, "cpu"): 20, (1, "cpu"): 20}))
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from drumline.core.device_map import (
     DeviceMap,
@@ -93,19 +93,15 @@ def plan(
     if not free_nbytes:
         raise PlanError("no place has free memory, so no layer can be placed; give max_memory.")
     levels = {place: offload_level(place, free_nbytes) for place in free_nbytes}
-    if device_map == "fastest":
-        planner = _Planner(model, free_nbytes, levels, max(levels.values()))
-        fastest = planner.fastest(speeds or DeviceSpeeds({}), step or PassShape())
-        while planner.reserve_for_caches(fastest):
-            fastest = planner.fastest(speeds or DeviceSpeeds({}), step or PassShape())
-        return fastest
-    for deepest in sorted(set(levels.values())):
+    step, is_fastest = step or PassShape(), device_map == "fastest"
+    for deepest in sorted(set(levels.values()))[-1 if is_fastest else 0 :]:
         planner = _Planner(model, free_nbytes, levels, deepest)
-        complete_map = planner.plan(device_map, speeds, step or PassShape())
-        while complete_map is not None and planner.reserve_for_caches(complete_map):
-            complete_map = planner.plan(device_map, speeds, step or PassShape())
-        if complete_map is not None:
-            return complete_map
+        make: Callable[[], DeviceMap | None] = partial(planner.plan, device_map, speeds, step)
+        if is_fastest:
+            make = partial(planner.fastest, speeds or DeviceSpeeds({}), step)
+        chosen = planner.with_caches(make)
+        if chosen is not None:
+            return chosen
     raise planner.impossible()
 
 
@@ -287,17 +283,26 @@ class _Planner:
         """By rank, the first of its devices, which runs what is offloaded there."""
         return {place[0]: place for place in reversed(self.near)}
 
-    def reserve_for_caches(self, device_map: DeviceMap) -> bool:
-        """Keep memory for the caches of the map's offloaded layers, where they run.
+    def with_caches(self, make: Callable[[], DeviceMap | None]) -> DeviceMap | None:
+        """The map that `make` makes, with memory for the caches of offloaded layers.
 
-        True if it is more than before, so that a map has to be made anew.
+        None if there is too little where they run, which is the CPU of a rank whose GPU has none.
         """
+        chosen = make()
+        while chosen is not None and self._reserve_for_caches(chosen):
+            chosen = make()
+        if chosen is None or any(chosen.used(at) > free for at, free in self.free_nbytes.items()):
+            return None
+        return chosen
+
+    def _reserve_for_caches(self, device_map: DeviceMap) -> bool:
+        """Reserve memory for the caches of the map's offloaded layers; True if more than before."""
         before = dict(self._reserves)
         for rank in device_map.ranks:
             place = rank, device_map.device_of(rank)
             away = [name for name, at in device_map.of(rank).items() if self.levels[rank, at]]
             kept = sum(device_map.kept_nbytes[name] for name in away)
-            if place in before and not self.levels[place]:
+            if place in before:
                 more = max(0, kept - self._kept_away.get(place, 0))
                 self._kept_away[place] = self._kept_away.get(place, 0) + more
                 self._reserves[place] += more

@@ -9,6 +9,7 @@ import struct
 NETWORK_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 # struct tcp_info of linux/tcp.h: retransmits, probes; last_data_recv and last_ack_recv, in ms
 TCP_INFO = struct.Struct("=2xBB48xII")
+ROUND_TRIP = struct.Struct("=68xI")  # rtt, in us
 
 
 def is_network_error(error: BaseException | None) -> bool:
@@ -40,6 +41,15 @@ def is_silent(connection: socket.socket, patience_s: float) -> bool:
     """
     num_unanswered, silent_s = _tcp_info(connection)
     return num_unanswered > 0 and silent_s >= patience_s
+
+
+def round_trip_s(connection: socket.socket) -> float:
+    """The seconds of a round trip, as the kernel has seen them lately; 0 if it has seen none."""
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, ROUND_TRIP.size)
+        return float(ROUND_TRIP.unpack(info)[0] / 1e6)
+    except (OSError, struct.error):  # no TCP connection
+        return 0.0
 
 
 def describe_silence(connection: socket.socket, patience_s: float) -> str:

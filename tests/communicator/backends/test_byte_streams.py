@@ -126,6 +126,15 @@ def test_a_host_that_is_silent_is_lost_and_not_waited_for(streams, monkeypatch):
     assert time.monotonic() < start_s + 10
 
 
+def test_a_probe_has_time_for_its_answer_on_a_slow_link(streams, monkeypatch):
+    link = streams[0]._connections[1]
+    assert 0 < link_state.round_trip_s(link) < 1
+    answered_s = time.monotonic() + 0.3
+    monkeypatch.setattr(link_state, "is_silent", lambda *_: time.monotonic() < answered_s)
+    monkeypatch.setattr(link_state, "round_trip_s", lambda _: 0.3)
+    streams[0].stream_check(1)
+
+
 @pytest.mark.parametrize("interest", [0, WRITABLE])
 def test_end_of_a_peer_that_is_not_read_from_is_seen_once(streams, interest):
     """One with something to send was ready for ever, and another one's end was never seen."""
