@@ -417,7 +417,7 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
 
     def __del__(self) -> None:
         if not self._closed and self._backend.closes_when_forgotten:
-            self.close()
+            self._close(is_failing=True)
 
     def __repr__(self) -> str:
         return f"{type(self._backend).__name__}(rank={self.rank}, world_size={self.world_size})"

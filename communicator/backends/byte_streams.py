@@ -15,7 +15,6 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -86,6 +85,7 @@ class TcpStreams:
             peer: link for peer, link in connections.items() if isinstance(link, EncryptedSocket)
         }
         self._ends: dict[int, str] = {}
+        self._drain_until = math.inf
         self._events: dict[int, int] = {}  # of the peers that are in the first epoll
         self._closing = threading.Lock()
         self._ready, self._service = select.epoll(), select.epoll()
@@ -166,8 +166,8 @@ class TcpStreams:
             self._service.modify(self._ready, select.EPOLLIN if what == ARM else 0)
 
     def stream_check(self, peer: int, /) -> None:
-        link = self._connections[peer]
-        if why := self._ends.get(peer) or network_failure(link, self._silent_s):
+        link = self._connections.get(peer)  # none to this rank itself
+        if why := self._ends.get(peer) or (link and network_failure(link, self._silent_s)):
             raise PeerLost(f"rank {peer}: {why}")
 
     def close(self, limit_s: float | None = None) -> None:
@@ -179,11 +179,31 @@ class TcpStreams:
         """
         if os.getpid() != self._pid:  # in a forked child they are the parent's, and so may the lock
             return self._close()
+        limit_s = self._silent_s if limit_s is None else limit_s
+        self._drain_until = min(self._drain_until, time.monotonic() + limit_s)  # of all that close
         with self._closing:
             if not self._ready.closed:
-                limit_s = self._silent_s if limit_s is None else limit_s
-                _drain(self._connections.values(), self._silent_s, limit_s)
+                self._drain()
                 self._close()
+
+    def _drain(self) -> None:
+        """Send the end of each stream, and wait until the peers' hosts have acknowledged the rest.
+
+        What comes meanwhile is dropped. If a connection is closed before that, and something is
+        unread or comes later, the system resets it, and drops what has not left (RFC 1122,
+        4.2.2.13).
+        """
+        links = list(self._connections.values())
+        for link in links:
+            with suppress(OSError):  # it has ended
+                link.shutdown(socket.SHUT_WR)
+        while links and time.monotonic() <= self._drain_until:
+            links = [link for link in links if self._is_awaited(link)]
+            if links:
+                time.sleep(timings.TIMINGS.exit_poll_s)
+
+    def _is_awaited(self, link: socket.socket) -> bool:
+        return _has_unacknowledged(link) and not network_failure(link, self._silent_s)
 
     def _close(self) -> None:
         if self._ready.closed:
@@ -194,24 +214,6 @@ class TcpStreams:
         self._service.close()
         os.close(self._wake)
         os.close(self._wake_service)
-
-
-def _drain(links: Iterable[socket.socket], silent_s: float, limit_s: float) -> None:
-    """Send the end of each stream, and wait until the peers' hosts have acknowledged the rest.
-
-    What comes meanwhile is dropped. If a connection is closed before that, and something is unread
-    or comes later, the system resets it, and drops what has not left (RFC 1122, 4.2.2.13).
-    """
-    deadline = time.monotonic() + limit_s
-    for link in links:
-        with suppress(OSError):  # it has ended
-            link.shutdown(socket.SHUT_WR)
-    while links := [
-        link for link in links if _has_unacknowledged(link) and not network_failure(link, silent_s)
-    ]:
-        if time.monotonic() > deadline:
-            return
-        time.sleep(timings.TIMINGS.exit_poll_s)
 
 
 def _has_unacknowledged(link: socket.socket) -> bool:

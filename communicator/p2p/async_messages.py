@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from collections.abc import Callable
 
 import torch
@@ -87,14 +88,16 @@ def close_at_exit(group: P2PGroup, connections: TcpStreams | None) -> Close:
     """
     pid = os.getpid()
 
-    def close(is_aborting: bool = False) -> None:
+    def close(is_aborting: bool = False, is_at_exit: bool = False) -> None:
         if os.getpid() != pid:
             return
+        if is_at_exit:  # others hear of an error only after this
+            is_aborting = getattr(sys, "last_value", None) is not None
         group.close()
         if connections is not None:
             connections.close(None if is_aborting else group.timeout_s)
         atexit.unregister(close)
 
     if connections is not None:
-        atexit.register(close)
+        atexit.register(close, is_at_exit=True)
     return close

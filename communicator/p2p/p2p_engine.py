@@ -60,13 +60,11 @@ class P2PEngine:
     """The messages of one rank, on the CPU, in groups of which the first is that of all ranks."""
 
     def __init__(self, coor: Members, streams: ByteStreams) -> None:
-        self._coor, self._streams = coor, streams
-        self.rank = coor.rank
+        self._coor, self._streams, self.rank = coor, streams, coor.rank
         self.all_ranks = P2PGroup(self, coor, list(range(coor.world_size)), 0)
         peers = [rank for rank in range(coor.world_size) if rank != coor.rank]
         self._lock = threading.Lock()  # of all that follows
-        self._groups = {0: self.all_ranks}
-        self._closed_groups: set[int] = set()
+        self._groups, self._closed_groups = {0: self.all_ranks}, set[int]()
         self._early_leaves: set[tuple[int, int]] = set()  # of groups that are not made here yet
         self._pending: dict[P2PWork, None] = {}
         self._posted: list[P2PWork] = []  # receives, of which no message has come
@@ -84,8 +82,7 @@ class P2PEngine:
         self._living: set[int] = set()  # of those, when they were looked at last
         self._driver: int | None = None  # the thread that waits, and so moves the messages
         self._service: threading.Thread | None = None
-        self._is_asleep = False  # the service has nothing to look after
-        self._is_closed = False
+        self._is_asleep = self._is_closed = False  # asleep: the service has nothing to look after
         self._ended: deque[tuple[P2PWork, Exception | None]] = deque()
 
     # What groups and works use.
@@ -176,9 +173,12 @@ class P2PEngine:
             if is_first:  # or another thread may have closed the streams
                 self._streams.stream_notify(WAKE)
         self._finish_ended()
-        if self._service is not None and self._service is not threading.current_thread():
-            self._service.join()
-        while self._driver not in (None, threading.get_ident()):
+        service, this_thread = self._service, threading.current_thread()
+        if not is_first and (this_thread is service or this_thread.ident == self._driver):
+            return  # the first closer waits for this thread
+        if service is not None and service is not this_thread:
+            service.join()
+        while self._driver not in (None, this_thread.ident):
             time.sleep(timings.TIMINGS.exit_poll_s)
 
     # Who moves the messages.

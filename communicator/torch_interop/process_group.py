@@ -5,6 +5,7 @@ dist.init_process_group("drumline")     # or "cpu:drumline,cuda:drumline"
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -142,6 +143,7 @@ class DrumlineProcessGroup(GroupCollectives):
         """End all calls, and close the communicators."""
         self._deferred.start()
         self._queue.close()
+        self._close_messages(is_aborting=sys.exc_info()[0] is not None)
         self._close()
 
     def abort(self) -> None:

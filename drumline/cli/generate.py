@@ -112,7 +112,7 @@ class TimedStreamer(TextPrinter):
 def _memory_lines(device_map: Any, peaks: Peaks) -> list[str]:
     """For each rank: the planned bytes of the model, and the peak memory of the process."""
     planned = {rank: 0 for rank in range(len(peaks))}
-    for place in {*device_map.places.values()}:
+    for place in device_map.used_places():
         planned[place[0]] += device_map.used(place)
     return [
         f"rank {rank}: {format_nbytes(planned[rank])} of model, {text} of memory at most"

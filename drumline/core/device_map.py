@@ -169,6 +169,11 @@ class DeviceMap:
     def ranks(self) -> list[int]:
         return sorted({rank for rank, _ in self.places.values()})
 
+    def used_places(self) -> set[Place]:
+        """The places of modules, and those that run the offloaded ones."""
+        running = {(rank, device) for rank in self.ranks for device in self.runs_on(rank).values()}
+        return {*self.places.values()} | running
+
     def used(self, place: Place) -> int:
         """The bytes of a place: those of its modules, and the caches of what runs there."""
         own = [name for name, where in self.places.items() if where == place]

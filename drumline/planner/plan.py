@@ -47,6 +47,9 @@ the shortest a token may then take for places to be filled less."""
 
 FILL_BISECTIONS = 8
 
+CACHE_SHARES = tuple(n / 16 for n in range(17))
+"""Parts of what caches of offloaded layers may need where these run, tried in turn."""
+
 KINDS = ("auto", "balanced", "sequential", "fastest")
 """Plans by name, which a device_map may say."""
 
@@ -95,13 +98,15 @@ def plan(
     levels = {place: offload_level(place, free_nbytes) for place in free_nbytes}
     step, is_fastest = step or PassShape(), device_map == "fastest"
     for deepest in sorted(set(levels.values()))[-1 if is_fastest else 0 :]:
-        planner = _Planner(model, free_nbytes, levels, deepest)
-        make: Callable[[], DeviceMap | None] = partial(planner.plan, device_map, speeds, step)
-        if is_fastest:
-            make = partial(planner.fastest, speeds or DeviceSpeeds({}), step)
-        chosen = planner.with_caches(make)
-        if chosen is not None:
-            return chosen
+        has_caches = any(part.kept_nbytes for part in model.layers)
+        for share in CACHE_SHARES if deepest and has_caches else CACHE_SHARES[:1]:
+            planner = _Planner(model, free_nbytes, levels, deepest, share)
+            make: Callable[[], DeviceMap | None] = partial(planner.plan, device_map, speeds, step)
+            if is_fastest:
+                make = partial(planner.fastest, speeds or DeviceSpeeds({}), step)
+            chosen = make()
+            if chosen is not None and planner.fits(chosen):
+                return chosen
     raise planner.impossible()
 
 
@@ -117,7 +122,9 @@ class _Planner:
         free_nbytes: Mapping[Place, int],
         levels: Mapping[Place, int],
         deepest: int,
+        cache_share: float,
     ):
+        """cache_share: of the memory that caches of offloaded layers may need where they run."""
         used = {place: nbytes for place, nbytes in free_nbytes.items() if levels[place] <= deepest}
         self.model, self.free_nbytes, self.levels = model, dict(free_nbytes), levels
         self.order = list(sort_places(used) if deepest else used)
@@ -125,7 +132,7 @@ class _Planner:
         self.near = [place for place in self.order if levels[place] == 0] or self.order
         self.groups = _contiguous_groups(model)
         self.pinned: dict[str, Place] = {}
-        self._kept_away: dict[Place, int] = {}  # caches of offloaded layers, where they run
+        self.cache_share = cache_share
 
     def plan(self, kind: str, speeds: DeviceSpeeds | None, step: PassShape) -> DeviceMap | None:
         """None if the model does not fit."""
@@ -186,9 +193,10 @@ class _Planner:
                 low = middle
         return device_map
 
-    def fastest(self, speeds: DeviceSpeeds, step: PassShape) -> DeviceMap:
+    def fastest(self, speeds: DeviceSpeeds, step: PassShape) -> DeviceMap | None:
+        """None if the model does not fit."""
         if self._fill_somehow() is None:
-            raise self.impossible()
+            return None
         unknown = [place for place in self.order if place not in speeds.places]
         if unknown:
             raise PlanError(
@@ -196,9 +204,7 @@ class _Planner:
                 "speeds for every place, as measure_speeds(coor, ...) finds them."
             )
         placed = self._quickest(speeds, step, 1.0)
-        if placed is None:
-            raise self.impossible()
-        return self._map(placed)
+        return None if placed is None else self._map(placed)
 
     def _quickest(
         self, speeds: DeviceSpeeds, step: PassShape, fraction: float
@@ -265,6 +271,22 @@ class _Planner:
         runs = self._runs.get(place[0], place)
         if self.levels[place] and not self.levels[runs] and self._capacity(runs, 1.0) < 0:
             return -1
+        capacity = self._capacity_with_caches(place, fraction)
+        return capacity - (self._for_caches(place, capacity) if place == runs else 0)
+
+    def _for_caches(self, place: Place, capacity: int) -> int:
+        """The bytes kept for caches of what is offloaded and runs at a place; one layer stays."""
+        if not self.cache_share:
+            return 0
+        weights = [(part.nbytes - part.kept_nbytes, part.kept_nbytes) for part in self.model.layers]
+        away = [at for at in self.order if at[0] == place[0] and self.levels[at]]
+        num_away = sum(self.free_nbytes[at] for at in away) / max(1, min(weights)[0])
+        most = int(min(num_away, len(weights)) * max(kept for _, kept in weights))
+        largest = max(part.nbytes for part in self.model.layers)
+        return int(self.cache_share * max(0, min(most, capacity - largest)))
+
+    def _capacity_with_caches(self, place: Place, fraction: float) -> int:
+        """The bytes left for layers, and for caches of those that are offloaded and run there."""
         pinned = sum(p.nbytes for p in self.model.others if self.pinned[p.name] == place)
         part = fraction if self.levels[place] == self.deepest else 1.0
         return int(self.free_nbytes[place] * part) - pinned - self._reserves[place]
@@ -283,30 +305,10 @@ class _Planner:
         """By rank, the first of its devices, which runs what is offloaded there."""
         return {place[0]: place for place in reversed(self.near)}
 
-    def with_caches(self, make: Callable[[], DeviceMap | None]) -> DeviceMap | None:
-        """The map that `make` makes, with memory for the caches of offloaded layers.
-
-        None if there is too little where they run, which is the CPU of a rank whose GPU has none.
-        """
-        chosen = make()
-        while chosen is not None and self._reserve_for_caches(chosen):
-            chosen = make()
-        if chosen is None or any(chosen.used(at) > free for at, free in self.free_nbytes.items()):
-            return None
-        return chosen
-
-    def _reserve_for_caches(self, device_map: DeviceMap) -> bool:
-        """Reserve memory for the caches of the map's offloaded layers; True if more than before."""
-        before = dict(self._reserves)
-        for rank in device_map.ranks:
-            place = rank, device_map.device_of(rank)
-            away = [name for name, at in device_map.of(rank).items() if self.levels[rank, at]]
-            kept = sum(device_map.kept_nbytes[name] for name in away)
-            if place in before:
-                more = max(0, kept - self._kept_away.get(place, 0))
-                self._kept_away[place] = self._kept_away.get(place, 0) + more
-                self._reserves[place] += more
-        return self._reserves != before
+    def fits(self, device_map: DeviceMap) -> bool:
+        """False where caches have too little room: "fastest" counts them with the weights, and a
+        rank whose accelerator has no layer runs on its CPU."""
+        return all(device_map.used(place) <= free for place, free in self.free_nbytes.items())
 
     def _fill(self, fraction: float) -> list[Place] | None:
         """The place of each group if places are filled to `fraction`; None if some do not fit."""
@@ -316,20 +318,26 @@ class _Planner:
         places = iter(self.order)
         place = next(places)
         free = self._capacity(place, fraction)
+        room = {rank: self._capacity_with_caches(at, fraction) for rank, at in self._runs.items()}
         for group in self.groups:
-            while (need := self._needed(group, place)) > free:
+            need, running = self._needed(group, place)
+            while need > free or running > room.get(place[0], running):
                 after = next(places, None)
                 if after is None:
                     return None
                 place, free = after, self._capacity(after, fraction)
+                need, running = self._needed(group, place)
             free -= need
+            room[place[0]] = room.get(place[0], running) - running
             placed.append(place)
         return placed
 
-    def _needed(self, group: Sequence[ModulePart], place: Place) -> int:
-        """The bytes of a group at a place, whose caches are elsewhere if it is offloaded there."""
-        is_away = bool(self.levels[place])
-        return sum(part.nbytes - part.kept_nbytes * is_away for part in group)
+    def _needed(self, group: Sequence[ModulePart], place: Place) -> tuple[int, int]:
+        """The bytes of a group at a place, and on the device that runs what is offloaded there."""
+        need, kept = sum(part.nbytes for part in group), sum(part.kept_nbytes for part in group)
+        if self.levels[place]:
+            return need - kept, kept
+        return need, need if self._runs.get(place[0]) == place else 0
 
     def _lowest_fill(self, placed: list[Place]) -> tuple[float, list[Place]]:
         low, high = 0.0, 1.0
@@ -374,17 +382,20 @@ class _Planner:
             return f"{-free[least]} bytes are missing on {_named(self.order[least])} for {what}"
         at = 0
         for group in self.groups:
-            need = sum(part.nbytes for part in group)
-            fits = [number for number in range(at, len(free)) if need <= free[number]]
+            needs = [self._needed(group, place)[0] for place in self.order]
+            fits = [number for number in range(at, len(free)) if needs[number] <= free[number]]
             if not fits:
                 best = max(range(at, len(free)), key=lambda number: free[number])
-                name = abbreviate_names([part.name for part in group])
+                name, need = abbreviate_names([part.name for part in group]), needs[best]
                 return (
-                    f"{name}, which is kept whole, needs {need} bytes and finds {free[best]} on "
-                    f"{_named(self.order[best])}: {need - free[best]} bytes are missing there"
+                    f"{name}, which is kept whole, needs {need} bytes and finds "
+                    f"{max(0, free[best])} on {_named(self.order[best])}: "
+                    f"{need - max(0, free[best])} bytes are missing there"
                 )
             at = fits[0]
-            free[at] -= need
+            free[at] -= needs[at]
+        if self.deepest and any(part.kept_nbytes for part in self.model.layers):
+            return "memory is missing for the caches of offloaded layers, where those run"
         return "not in this order"
 
 

@@ -40,7 +40,7 @@ def complete_user_map(
     result = DeviceMap.of_parts(parts, places, free_nbytes)
     _check_ties(model, places)
     _check_loose(model, places, free_nbytes)
-    for place in set(places.values()):
+    for place in result.used_places() & free_nbytes.keys():
         workspace_nbytes = 0 if offload_level(place, free_nbytes) else model.workspace_nbytes
         needed = result.used(place) + workspace_nbytes
         if needed > free_nbytes[place]:

@@ -294,11 +294,13 @@ class Supervisor:
         limit_s = timings.borne_s(timings.TIMINGS.stopped_server_s)
         self._after(timings.TIMINGS.backend_poll_s, self._watch_server)
         stat, now = linux.process_stat(self.server_pid), time.monotonic()
-        if stat is None or not stat.is_alive:
+        # Without a descriptor to spare, /proc cannot be read.
+        is_dead = not stat.is_alive if stat else not linux.exists(self.server_pid)
+        if is_dead:
             while self._read(self.pipes.reports):
                 pass
             self.server_lives = False
-        elif stat.state != "T":
+        elif stat is None or stat.state != "T":
             self.server_stopped_s = None
         elif self.server_stopped_s is None and not self.is_ending:
             self.server_stopped_s = now

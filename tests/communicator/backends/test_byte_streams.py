@@ -149,3 +149,17 @@ def test_end_of_a_peer_that_is_not_read_from_is_seen_once(streams, interest):
     assert streams[1].stream_wait(bytearray([interest, 0]), 0) == -1
     with pytest.raises(PeerLost, match="rank 0: Connection reset by peer"):
         streams[1].stream_check(0)
+
+
+def test_a_thread_that_aborts_shortens_the_close_of_another(streams):
+    fill(streams[0], 1)
+    closer = threading.Thread(target=streams[0].close, args=(60.0,))
+    closer.start()
+    time.sleep(0.1)
+    streams[0].close(0.2)
+    closer.join(5)
+    assert not closer.is_alive()
+
+
+def test_a_rank_has_no_connection_to_itself_to_be_lost(streams):
+    streams[0].stream_check(0)

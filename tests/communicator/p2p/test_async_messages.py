@@ -49,7 +49,9 @@ def test_what_was_sent_comes_although_the_sender_ends_without_close(warm, tmp_pa
 
 def test_a_communicator_that_is_forgotten_leaves_nothing_to_do_at_the_exit(monkeypatch):
     store, forgotten, handlers = HashStore(), [], []
-    registry = SimpleNamespace(register=handlers.append, unregister=handlers.remove)
+    registry = SimpleNamespace(
+        register=lambda handler, **_: handlers.append(handler), unregister=handlers.remove
+    )
     monkeypatch.setattr(async_messages, "atexit", registry)
 
     def rank_of(rank):

@@ -310,6 +310,8 @@ def test_a_users_device_map_needs_memory_for_the_caches_of_offloaded_layers():
     assert plan(ModelProfile(layers), {(0, "cpu"): 90}, device_map).used((0, "cpu")) == 90
     with pytest.raises(PlanError, match="1 bytes are missing"):
         plan(ModelProfile(layers), {(0, "cpu"): 89}, device_map)
+    with pytest.raises(PlanError, match="1 bytes are missing"):
+        plan(ModelProfile(layers), {(0, "cpu"): 79}, {"": "disk"})
 
 
 @given(layouts(), st.lists(st.integers(0, 300), min_size=6, max_size=6))

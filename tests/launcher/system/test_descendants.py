@@ -16,7 +16,8 @@ def test_what_is_left_is_killed_however_long_it_takes_to_find_it(monkeypatch):
     monkeypatch.setattr(timings, "TIMINGS", replace(timings.TIMINGS, unkillable_s=0.0))
     children = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
     descendants.kill_all(lambda: {child.pid for child in children if child.poll() is None})
-    assert [child.wait(20) for child in children] == [-signal.SIGKILL] * 3
+    # 0: what kill_all has reaped, of which Popen knows no more. None ended by itself.
+    assert {child.wait(20) for child in children} <= {-signal.SIGKILL, 0}
     unkillable = subprocess.Popen(["true"])
     descendants.kill_all(lambda: {unkillable.pid})  # ends
 
