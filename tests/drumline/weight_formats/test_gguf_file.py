@@ -139,6 +139,7 @@ def test_the_layers_are_those_of_one_process(file, on_master, names_file):
 def test_blocks_stay_blocks_in_memory_and_in_the_plan(mixed, on_master, nprocs, caplog):
     """A file of 40 GB had needed 141."""
 
+    @torch.no_grad()  # which remote layers run under: one library multiplies in all, in each plan
     def sizes(model):
         logits = model(torch.arange(3, 60)[None]).logits
         with torch.no_grad():
@@ -192,6 +193,7 @@ def test_experts_are_multiplied_one_by_one_in_their_blocks(checkpoints, on_maste
 def test_a_rank_without_the_file_is_sent_the_blocks(mixed, on_master, tmp_path):
     """Every rank had to have the file."""
 
+    @torch.no_grad()  # which remote layers run under: one library multiplies in all, in each plan
     def sent(model):
         return model(torch.arange(3, 60)[None]).logits, model.loaded.nbytes_sent
 
@@ -205,6 +207,7 @@ def test_a_rank_without_the_file_is_sent_the_blocks(mixed, on_master, tmp_path):
 def test_blocks_are_read_from_disk_by_each_pass(mixed, on_master):
     """The first layer on disk ended the pass: what is read-only there was not known as packed."""
 
+    @torch.no_grad()
     def run(model):
         return model(torch.arange(3, 60)[None]).logits
 
