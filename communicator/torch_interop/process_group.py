@@ -155,7 +155,6 @@ class DrumlineProcessGroup(GroupCollectives):
     def _close(self) -> None:
         if self._p2p is not None:
             self._p2p.close()
-        self._close_messages()
         self._comms.close()
 
     # Sends and receives.

@@ -97,8 +97,8 @@ def plan(
         raise PlanError("no place has free memory, so no layer can be placed; give max_memory.")
     levels = {place: offload_level(place, free_nbytes) for place in free_nbytes}
     step, is_fastest = step or PassShape(), device_map == "fastest"
+    has_caches = any(part.kept_nbytes for part in model.layers)
     for deepest in sorted(set(levels.values()))[-1 if is_fastest else 0 :]:
-        has_caches = any(part.kept_nbytes for part in model.layers)
         for share in CACHE_SHARES if deepest and has_caches else CACHE_SHARES[:1]:
             planner = _Planner(model, free_nbytes, levels, deepest, share)
             make: Callable[[], DeviceMap | None] = partial(planner.plan, device_map, speeds, step)
@@ -107,7 +107,9 @@ def plan(
             chosen = make()
             if chosen is not None and planner.fits(chosen):
                 return chosen
-    raise planner.impossible()
+            if share == 0:
+                plain = planner  # without memory for caches alone, which would be missing as well
+    raise plain.impossible()
 
 
 class _Planner:

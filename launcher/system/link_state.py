@@ -7,9 +7,9 @@ import socket
 import struct
 
 NETWORK_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
-# struct tcp_info of linux/tcp.h: retransmits, probes; last_data_recv and last_ack_recv, in ms
-TCP_INFO = struct.Struct("=2xBB48xII")
-ROUND_TRIP = struct.Struct("=68xI")  # rtt, in us
+# struct tcp_info of linux/tcp.h: retransmits, probes; last_data_recv and last_ack_recv, in ms; rtt,
+# in us
+TCP_INFO = struct.Struct("=2xBB48xII8xI")
 
 
 def is_network_error(error: BaseException | None) -> bool:
@@ -29,7 +29,7 @@ def describe_error(connection: socket.socket, remote: str, error: OSError) -> st
     """Why the connection broke; of a network failure, between which addresses and since when."""
     if not is_network_error(error):
         return str(error)
-    _, silent_s = _tcp_info(connection)
+    _, silent_s, _ = _tcp_info(connection)
     here, name = str(connection.getsockname()[0]), errno.errorcode[error.errno or 0]
     return network_failure(here, remote, silent_s, f"{name}, ")
 
@@ -39,24 +39,20 @@ def is_silent(connection: socket.socket, patience_s: float) -> bool:
 
     patience_s: must exceed a round trip.
     """
-    num_unanswered, silent_s = _tcp_info(connection)
+    num_unanswered, silent_s, _ = _tcp_info(connection)
     return num_unanswered > 0 and silent_s >= patience_s
 
 
 def round_trip_s(connection: socket.socket) -> float:
     """The seconds of a round trip, as the kernel has seen them lately; 0 if it has seen none."""
-    try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, ROUND_TRIP.size)
-        return float(ROUND_TRIP.unpack(info)[0] / 1e6)
-    except (OSError, struct.error):  # no TCP connection
-        return 0.0
+    return _tcp_info(connection)[2]
 
 
 def describe_silence(connection: socket.socket, patience_s: float) -> str:
     """The network failure under a connection that has not broken yet; "" if there is none."""
     if not is_silent(connection, patience_s):
         return ""
-    _, silent_s = _tcp_info(connection)
+    _, silent_s, _ = _tcp_info(connection)
     return network_failure(str(connection.getsockname()[0]), remote_host(connection), silent_s)
 
 
@@ -66,11 +62,12 @@ def network_failure(here: str, there: str, silent_s: float, error: str = "") -> 
     return f"network failure between {here} and {there}: {silence}"
 
 
-def _tcp_info(connection: socket.socket) -> tuple[int, float]:
-    """The number of unanswered sends of the kernel, and the seconds since it heard anything."""
+def _tcp_info(connection: socket.socket) -> tuple[int, float, float]:
+    """The number of unanswered sends of the kernel, the seconds since it heard anything, and those
+    of a round trip."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
-        retransmits, probes, data_ms, ack_ms = TCP_INFO.unpack(info)
+        retransmits, probes, data_ms, ack_ms, rtt_us = TCP_INFO.unpack(info)
     except (OSError, struct.error):  # no TCP connection
-        return 0, 0.0
-    return retransmits + probes, min(data_ms, ack_ms) / 1000
+        return 0, 0.0, 0.0
+    return retransmits + probes, min(data_ms, ack_ms) / 1000, rtt_us / 1e6
