@@ -24,8 +24,8 @@ CACHE_OPERATIONS = (
 POOL_OPERATIONS = ("begin_step", "copy_tokens")
 
 
-def make_pool(*shape: list[int]) -> PagedPool:
-    """Pages for the layers of this rank. What they need is imported with the first batch."""
+def make_pool(*shape: Any) -> PagedPool:
+    """Pages for the layers of this rank, see PoolShape. Imported with the first batch."""
     from drumline.kv_cache.paged_pool import PagedPool
 
     return PagedPool(*shape)

@@ -25,23 +25,39 @@ from drumline.errors import DrumlineError
 @dataclass(frozen=True)
 class PoolShape:
     """kinds: the kind of attention of each layer, by number. num_tokens, windows: of each kind, the
-    numbers that a token may have, and the tokens that its layers look back on, 0 for all."""
+    numbers that a token may have, and the tokens that its layers look back on, 0 for all.
+    in_groups: as the attention takes sequences with one query, see Spans."""
 
     kinds: Sequence[int]
     num_tokens: Sequence[int]
     windows: Sequence[int]
+    in_groups: bool = False
 
 
 @dataclass(frozen=True)
 class StepOfKind:
     """One pass through the layers of a kind: the tokens that these read and write, and, of each
-    sequence's queries and keys, where they end."""
+    sequence's queries and keys, where they end. rows: of each token to read, the number of the new
+    one that it is, if it is new."""
 
     query_ends: torch.Tensor
     read: torch.Tensor
+    rows: torch.Tensor
     write: torch.Tensor
     key_ends: torch.Tensor
     spans: Spans
+
+    @classmethod
+    def of(
+        cls, query_ends: Any, read: Any, write: Any, key_ends: Any, window: int, in_groups: bool
+    ) -> StepOfKind:
+        """in_groups: see Spans. Where nothing is read, keys are the new ones, in their order."""
+        spans = Spans(query_ends, key_ends, window, in_groups and read.numel() > 0)
+        rows = (read == NEW_TOKEN).cumsum(0) - 1
+        if in_groups and read.numel():
+            order = spans.order.to(read.device)
+            read, rows = read[order], rows[order]
+        return cls(query_ends, read, rows, write, key_ends, spans)
 
     def on(self, device: torch.device) -> StepOfKind:
         """A copy where the layers are."""
@@ -55,16 +71,21 @@ class StepOfKind:
         return replace(self, **tensors)
 
     @cached_property
-    def new_tokens(self) -> torch.Tensor:
-        """True for the tokens of `read` that this pass brings."""
-        return (self.read == NEW_TOKEN)[:, None, None]
+    def new_places(self) -> torch.Tensor:
+        """Places in `read` of tokens that this pass brings."""
+        return (self.read == NEW_TOKEN).nonzero().flatten()
+
+    @cached_property
+    def new_rows(self) -> torch.Tensor:
+        """The new tokens at these places."""
+        return self.rows[self.new_places]
 
 
 class PagedPool:
     """The keys and values of this rank's layers, and the step that they are in."""
 
-    def __init__(self, kinds: Sequence[int], num_tokens: Sequence[int], windows: Sequence[int]):
-        self.shape = PoolShape(kinds, num_tokens, windows)
+    def __init__(self, *shape: Any):
+        self.shape = PoolShape(*shape)
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._steps: list[StepOfKind] = []
 
@@ -77,8 +98,8 @@ class PagedPool:
         self._steps = []
         for kind, window in enumerate(self.shape.windows):
             read, write, key_ends = tensors[3 * kind : 3 * kind + 3]
-            spans = Spans(query_ends, key_ends, window)
-            self._steps.append(StepOfKind(query_ends, read, write, key_ends, spans))
+            own = read, write, key_ends, window, self.shape.in_groups
+            self._steps.append(StepOfKind.of(query_ends, *own))
 
     def copy_tokens(self, kind: int, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy tokens of all layers of a kind, such as the blocks of a request that is forked."""
@@ -140,7 +161,8 @@ def _exchange(
         page.index_copy_(0, step.write, rows)
         return new
     if is_window:
-        whole = page.index_select(0, step.read).masked_scatter_(step.new_tokens, rows)
+        whole = page.index_select(0, step.read)
+        whole.index_copy_(0, step.new_places, rows.index_select(0, step.new_rows))
         page.index_copy_(0, step.write, rows)
     else:
         page.index_copy_(0, step.write, rows)

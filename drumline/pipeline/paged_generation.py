@@ -42,7 +42,7 @@ MAX_DIFFERENCE = 0.05
 class PoolsOfRanks:
     """The pools of all ranks as rank 0 changes them. own: that of rank 0's layers."""
 
-    def __init__(self, driver: PipelineDriver | None, *shape: list[int]):
+    def __init__(self, driver: PipelineDriver | None, *shape: Any):
         self.driver, self.own = driver, make_pool(*shape)
         self.update = self.own.update
         self.number = 0
@@ -126,7 +126,7 @@ class BatchedRanks:
                 self.model._use_attention(self.loaded_attention)
                 self._used_attention = None
 
-    def make_pools(self, *shape: list[int]) -> PoolsOfRanks:
+    def make_pools(self, *shape: Any) -> PoolsOfRanks:
         return PoolsOfRanks(self.driver, *shape)
 
     def num_blocks(self, settings: Any, hints: Any) -> int:

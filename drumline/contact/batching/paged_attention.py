@@ -41,66 +41,87 @@ class SingleQueries:
     """Sequences with one query each, which attend in one call: many small ones cost more than what
     they compute.
 
-    queries: [sequences]. keys: [sequences, longest], each filled up to the longest with its first
-    one. mask: [sequences, 1, 1, longest], False for these; None if all are as long.
+    queries: [sequences]. keys: of all of them, sequence by sequence, each filled up to the longest
+    with its first one. mask: [sequences, 1, 1, longest], False for these; None if all are as long.
     """
 
     queries: torch.Tensor
-    keys: torch.Tensor
+    keys: slice
     mask: torch.Tensor | None
-
-    @classmethod
-    def of(cls, members: Sequence[tuple[int, int, int]], device: torch.device) -> SingleQueries:
-        """The group of sequences of a length, whose query and first key are at these places."""
-        lengths, queries, starts = torch.tensor(members, device=device).unbind(1)
-        places = torch.arange(members[-1][0], device=device)
-        is_own = places < lengths[:, None]
-        keys = starts[:, None] + places * is_own
-        is_equal = members[0][0] == members[-1][0]
-        return cls(queries, keys, None if is_equal else is_own[:, None, None])
 
     def run(self, attend: Callable[..., Any], query: Any, key: Any, value: Any) -> torch.Tensor:
         """[sequences, heads, width] of attend(query, key, value, mask)."""
         own = query[0, :, self.queries].transpose(0, 1)[:, :, None]
-        pairs = [tensor[0].transpose(0, 1)[self.keys].transpose(1, 2) for tensor in (key, value)]
-        return attend(own, *pairs, self.mask)[0][:, 0]  # type: ignore[no-any-return]
+        pairs = [tensor[0, :, self.keys].transpose(0, 1) for tensor in (key, value)]
+        rows = [tensor.unflatten(0, (len(own), -1)).transpose(1, 2) for tensor in pairs]
+        return attend(own, *rows, self.mask)[0][:, 0]  # type: ignore[no-any-return]
 
 
 class Spans:
-    """The sequences of one pass.
+    """The sequences of one pass, and the order of the keys that their attention takes.
 
-    query_ends, key_ends: [sequences + 1], where each begins and ends, on the CPU. window: the
-        tokens that a query looks back on, 0 for all.
+    query_ends, key_ends: [sequences + 1], where each begins and ends. window: the tokens that a
+        query looks back on, 0 for all. in_groups: sequences with one query, those of similar length
+        together; otherwise each is a span, and keys stay in their order.
     """
 
-    def __init__(self, query_ends: torch.Tensor, key_ends: torch.Tensor, window: int):
+    def __init__(
+        self, query_ends: torch.Tensor, key_ends: torch.Tensor, window: int, in_groups: bool
+    ):
         self.query_ends, self.key_ends, self.window = query_ends.tolist(), key_ends.tolist(), window
+        self._sequences = [
+            (queries, keys, in_groups and _size(queries) == 1)
+            for queries, keys in zip(_slices(self.query_ends), _slices(self.key_ends), strict=True)
+        ]
         self._groups: dict[torch.device, list[SingleQueries]] = {}
 
+    @cached_property
+    def order(self) -> torch.Tensor:
+        """Of each key that attention takes, its place among those of all sequences."""
+        spans = [
+            torch.arange(k.start, k.stop) for _, k, is_single in self._sequences if not is_single
+        ]
+        return torch.cat([*spans, *(starts.flatten() for _, starts, _ in self._parts)])
+
     def groups(self, device: torch.device) -> list[SingleQueries]:
-        """The sequences with one query, those of similar length together."""
+        """The sequences with one query."""
         if device not in self._groups:
-            slices = zip(_slices(self.query_ends), _slices(self.key_ends), strict=True)
-            members = [(k.stop - k.start, q.start, k.start) for q, k in slices if _size(q) == 1]
-            parts: list[list[tuple[int, int, int]]] = []
-            for member in sorted(members):
-                if not parts or member[0] > MAX_FILLING * parts[-1][0][0]:
-                    parts.append([])
-                parts[-1].append(member)
-            self._groups[device] = [SingleQueries.of(part, device) for part in parts]
+            end = sum(_size(keys) for _, keys, is_single in self._sequences if not is_single)
+            groups = self._groups[device] = []
+            for queries, places, mask in self._parts:
+                keys = slice(end, end := end + places.numel())
+                on_device = None if mask is None else mask.to(device)
+                groups.append(SingleQueries(queries.to(device), keys, on_device))
         return self._groups[device]
 
     @cached_property
+    def _parts(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """Of each group its queries, the places of its keys, [sequences, longest], and the mask."""
+        singles = [(_size(k), q.start, k.start) for q, k, is_single in self._sequences if is_single]
+        groups: list[list[tuple[int, int, int]]] = []
+        for member in sorted(singles):
+            if not groups or member[0] > MAX_FILLING * groups[-1][0][0]:
+                groups.append([])
+            groups[-1].append(member)
+        parts = []
+        for members in groups:
+            lengths, queries, starts = torch.tensor(members).unbind(1)
+            places = torch.arange(members[-1][0])
+            is_own = places < lengths[:, None]
+            mask = None if members[0][0] == members[-1][0] else is_own[:, None, None]
+            parts.append((queries, starts[:, None] + places * is_own, mask))
+        return parts
+
+    @cached_property
     def each(self) -> list[Span]:
-        """The sequences with more than one query."""
+        """The sequences by themselves."""
         masks: dict[tuple[int, int], torch.Tensor | None] = {}
-        spans = []
-        for queries, keys in zip(_slices(self.query_ends), _slices(self.key_ends), strict=True):
-            size = _size(queries), _size(keys)
-            if size[0] > 1:
-                if size not in masks:
+        spans, end = [], 0
+        for queries, keys, is_single in self._sequences:
+            if not is_single:
+                if (size := (_size(queries), _size(keys))) not in masks:
                     masks[size] = _mask(*size, self.window)
-                spans.append(Span(queries, keys, masks[size]))
+                spans.append(Span(queries, slice(end, end := end + size[1]), masks[size]))
         return spans
 
     def longest(self) -> tuple[int, int]:

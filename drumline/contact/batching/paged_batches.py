@@ -66,17 +66,19 @@ def kept_manager(model: Any, driver: Any) -> Any:
     return manager
 
 
-MakePools = Callable[[list[int], list[int], list[int]], Pools]
-"""Of the kind of each layer, and of each kind the tokens and the window: see PagedPool."""
+MakePools = Callable[[list[int], list[int], list[int], bool], Pools]
+"""Of the kind of each layer, of each kind the tokens and the window, and whether sequences with one
+query attend in groups: see PoolShape."""
 
 
 class PagedTables(Tables):  # type: ignore[misc]
     """The tables of blocks of all requests, and no keys and values: these are in the pools.
 
-    num_cached: by request, the tokens of its prompt that the pools had already.
+    in_groups: sequences with one query attend in groups. num_cached: by request, the tokens of its
+    prompt that the pools had already.
     """
 
-    def __init__(self, make_pools: MakePools, **arguments: Any):
+    def __init__(self, make_pools: MakePools, in_groups: bool, **arguments: Any):
         super().__init__(device=torch.device("meta"), **arguments)
         allocators = list(self.cache_allocators.values())
         assert {each.sentinel_index for each in allocators} == {NEW_TOKEN}
@@ -89,7 +91,7 @@ class PagedTables(Tables):  # type: ignore[misc]
         num_tokens = [n * each.tokens_per_page for n, each in zip(blocks, allocators, strict=True)]
         windows = [getattr(each, "sliding_window", 0) for each in allocators]
         self.num_cached: dict[str, int] = {}
-        self.pools = make_pools(kinds, num_tokens, windows)
+        self.pools = make_pools(kinds, num_tokens, windows, in_groups)
         self.pool_number = self.pools.number
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,7 +186,9 @@ class BatchRanks(Protocol):
     def use_attention(self, manager: Any, name: str) -> None: ...
     def release_attention(self, manager: Any) -> None: ...
     def num_blocks(self, settings: Any, hints: Any) -> int: ...
-    def make_pools(self, kinds: list[int], num_tokens: list[int], windows: list[int]) -> Pools: ...
+    def make_pools(
+        self, kinds: list[int], num_tokens: list[int], windows: list[int], in_groups: bool
+    ) -> Pools: ...
     @property
     def driver(self) -> Any: ...
     @property
@@ -389,6 +393,7 @@ class PagedManager(Manager):  # type: ignore[misc]
         settings.max_memory_percent = UNLIMITED
         tables = self.tables = PagedTables(
             self.ranks.make_pools,
+            self._attention in BY_SEQUENCE.values(),
             config=config,
             continuous_batching_config=settings,
             distributed_helper=self.distributed_helper,
