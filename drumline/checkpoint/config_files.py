@@ -37,6 +37,7 @@ LAYER_COUNTS = (
     "_depth",
 )
 """Endings of the names, with _ before them, of fields that hold a number of layers."""
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 LAYERS_OF_MODEL = ("num_hidden_layers", "n_layer")
 """Fields that no model has as 0: transformers would make one without any layer."""
 
@@ -102,6 +103,29 @@ def read_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
         if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
             raise ValueError("its vocabulary is empty")  # as transformers makes one of no files
         return tokenizer
+
+
+def read_processor(path: str | Path, trust_remote_code: bool = False) -> Any:
+    """The processor of a checkpoint, for images beside text; None if it has none for them.
+
+    Raises ImportError if it needs a package that is not installed.
+    """
+    folder = Path(path)
+    if not any((folder / name).exists() for name in PROCESSOR_FILES):
+        return None
+
+    def describe(error: Exception) -> Exception:
+        if isinstance(error, ImportError):
+            return ImportError(str(error).strip().partition("\n")[0])
+        return CheckpointError(
+            f"{folder} has files of a processor that cannot be used "
+            f"({textwrap.shorten(str(error), 300)}), so images could not be read; copy them "
+            "again, or remove " + " and ".join(PROCESSOR_FILES) + "."
+        )
+
+    with blamed_on_file(describe):
+        processor = configs.read_processor(folder, trust_remote_code=trust_remote_code)
+    return processor if hasattr(processor, "image_processor") else None
 
 
 def _remote_code_error(folder: Path, file: str, content: Mapping[str, Any]) -> CheckpointError:

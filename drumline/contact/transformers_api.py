@@ -63,6 +63,13 @@ def response_template(tokenizer: Any, model: Any) -> Any:
     return get_response_template(tokenizer, model)
 
 
+def processor_class() -> Any:
+    """The class that makes inputs of images, imported with a server alone, as it brings Pillow."""
+    from transformers import AutoProcessor
+
+    return AutoProcessor
+
+
 @functools.cache
 @releases.named_if_gone("transformers")
 def continuous_batching() -> Any:

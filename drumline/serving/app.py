@@ -38,8 +38,9 @@ from drumline.serving.answers.response_writer import ResponseBuilder, events, wh
 from drumline.serving.answers.responses import ItemBuilder, parse_as_chat
 from drumline.serving.front.remote_scheduler import RemoteScheduler
 from drumline.serving.grammar import GrammarCompiler
+from drumline.serving.image_reader import ImageReader
 from drumline.serving.prompt_reader import PromptReader, Prompts
-from drumline.serving.scheduler import BatchScheduler, Scheduler, ServingLimits
+from drumline.serving.scheduler import BatchScheduler, Prompt, Scheduler, ServingLimits
 from drumline.serving.status import StatusReport
 
 log = logging.getLogger("drumline.requests")
@@ -47,6 +48,7 @@ log = logging.getLogger("drumline.requests")
 MIN_ITEMS = 128  # that a prompt may have, however small max_length is
 SHORT_BODY_NBYTES = 64 << 10  # longer ones are parsed and tokenized one after the other
 MAX_BODIES_NBYTES = 64 << 20  # of all bodies at a time, beyond which long ones are refused
+MAX_INPUTS_NBYTES = 1 << 30  # of all images at a time, as the model takes them
 
 Parse = Callable[[bytes | bytearray], dict[str, Any]]
 """Of a body, the fields of a request."""
@@ -67,7 +69,7 @@ class Service:
 
     names: what requests may call it, the first what responses do. model: None if ranks that are no
     part of this process have it. peers: the ranks of the model. sampling: parameters of requests
-    that do not have them.
+    that do not have them. images: None if the model takes none.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Service:
         limits: ServingLimits,
         peers: Sequence[Peer] = (),
         sampling: Mapping[str, float] = MappingProxyType({}),
+        images: ImageReader | None = None,
     ) -> None:
         self.names, self.name = names, names[0]
         self.tokenizer, self.limits, self._sampling = tokenizer, limits, sampling
@@ -87,7 +90,8 @@ class Service:
         self._long_body_thread = ThreadPoolExecutor(1)
         kind = functools.partial(BatchScheduler, model) if model is not None else RemoteScheduler
         self.scheduler: Scheduler = kind(limits, self.fail)
-        self.prompts = PromptReader(self.name, tokenizer, limits.max_length, self.scheduler)
+        length = limits.max_length
+        self.prompts = PromptReader(self.name, tokenizer, length, self.scheduler, images)
         self.metrics = metrics.ServerMetrics(self.scheduler, self.name)
         self.status = StatusReport(getattr(model, "device_map", None), self.scheduler, peers)
 
@@ -248,6 +252,7 @@ class Service:
         self.prompts.check_tokens(named, "logit_bias or stop_token_ids")
         for prompt in prompts or [[]]:
             self._check_length(len(prompt), max_tokens)
+        self._check_inputs(prompts)
         if body.min_tokens > max_tokens:
             text = f"min_tokens={body.min_tokens} is more than the {max_tokens} at most."
             raise protocol.invalid_request(text, "min_tokens")
@@ -302,6 +307,14 @@ class Service:
                 f"{max_tokens} in the completion); ask for fewer.",
                 "max_tokens" if num_prompt < most else None,
             )
+
+    def _check_inputs(self, prompts: Prompts) -> None:
+        """Raise ApiError where what images come to is more than may be held at a time."""
+        new = sum(len(prompt.inputs) for prompt in prompts if isinstance(prompt, Prompt))
+        held = {id(item.prompt): len(item.inputs) for item, _ in self.scheduler.unfinished()}
+        if new and new + sum(held.values()) > MAX_INPUTS_NBYTES:
+            text = "Too many large images are in progress; retry later."
+            raise protocol.ApiError(429, text, "server_busy")
 
     async def _measured(
         self, stream: RequestStream, request: Request

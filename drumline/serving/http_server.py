@@ -29,8 +29,15 @@ from drumline.serving.sampling import SAMPLING_FIELDS
 from drumline.serving.scheduler import CHUNK_ON_ACCELERATOR, ServingLimits
 from drumline.strategies.load import Memory, load
 from drumline.strategies.opening import folder_on_all_ranks
-from drumline.strategies.with_model import num_positions, read_generator, read_model_tokenizer
+from drumline.strategies.with_model import (
+    num_positions,
+    read_generator,
+    read_model_processor,
+    read_model_tokenizer,
+)
 from launcher import linux, stop_signals
+
+log = logging.getLogger("drumline")
 
 MAX_TEXT_NBYTES = 1 << 20  # of a key or a chat template; the largest templates have 60 KB
 DEFAULT_MAX_LENGTH = 4096  # tokens, where the model has positions for more
@@ -120,8 +127,8 @@ def serve(model_path: str, *arguments: Any, **options: Any) -> None:
             from drumline.serving.app import Service
 
             limits = limits_for(model, length, settings.max_running, settings.max_waiting)
-            tokenizer, sampling = endpoint.tokenizer, endpoint.sampling
-            service = Service(settings.names, model, tokenizer, limits, coor.peers, sampling)
+            own = {"sampling": endpoint.sampling, "images": endpoint.images}
+            service = Service(settings.names, model, endpoint.tokenizer, limits, coor.peers, **own)
             # A host that does not answer may recover: an error of the calls that wait for it.
             with coor.on_failure(functools.partial(_fail, service), is_waiting=lambda: False):
                 serve_requests(service, endpoint, settings)
@@ -137,7 +144,8 @@ class Endpoint:
     """The address for clients, and what is known of the model before it is loaded.
 
     key: of the clients. max_length: tokens of a prompt with its completion. sampling: what the
-    checkpoint's generation_config.json has of SAMPLING_FIELDS.
+    checkpoint's generation_config.json has of SAMPLING_FIELDS. images: their ImageReader, or None
+    if the model takes none.
     """
 
     tokenizer: Any
@@ -145,6 +153,7 @@ class Endpoint:
     key: str | None
     max_length: int
     sampling: Mapping[str, float]
+    images: Any
 
     @classmethod
     def open(cls, folder: str | Path, settings: ServerSettings) -> Endpoint:
@@ -155,16 +164,32 @@ class Endpoint:
         config = _decoder_config(folder, options)
         length = _length(config, settings.max_length)
         tokenizer = read_model_tokenizer(folder, **options)
+        images = _image_reader(folder, tokenizer, options)
         _set_chat_template(folder, tokenizer, settings.chat_template)
         _set_response_template(folder, tokenizer, config)
         sampling = read_sampling_defaults(folder)
-        return cls(tokenizer, _bound(settings.host, settings.port), key, length, sampling)
+        return cls(tokenizer, _bound(settings.host, settings.port), key, length, sampling, images)
 
 
 def limits_for(model: Any, max_length: int, max_running: int, max_waiting: int) -> ServingLimits:
     """The limits, with as many batches at a time as keep every rank busy, each for a sequence."""
     num_batches = min(len(model.device_map.ranks), max_running)
     return ServingLimits(max_length, max_running, max_waiting, num_batches)
+
+
+def _image_reader(folder: str | Path, tokenizer: Any, options: Mapping[str, Any]) -> Any:
+    """The reader of images for the model; the tokenizer gets its chat template if it has none."""
+    from drumline.serving.image_reader import ImageReader
+
+    try:
+        processor = read_model_processor(folder, **options)
+    except ImportError as error:
+        log.warning("rank 0: requests with images will be refused: %s", error)
+        return None
+    if processor is None:
+        return None
+    tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
+    return ImageReader(processor)
 
 
 def _text_of(file: str) -> str:

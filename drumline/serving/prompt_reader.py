@@ -17,6 +17,7 @@ from typing import Any
 
 from drumline import timings
 from drumline.serving import protocol
+from drumline.serving.image_reader import ImageReader
 from drumline.serving.scheduler import Scheduler
 
 Prompts = list[list[int]]
@@ -26,11 +27,19 @@ Prompts = list[list[int]]
 class PromptReader:
     """Makes tokens of the prompts of one model's requests. Raises ApiError for what it refuses.
 
-    name: of the model. max_length: tokens of a prompt with its completion.
+    name: of the model. max_length: tokens of a prompt with its completion. images: None if the
+    model takes none.
     """
 
-    def __init__(self, name: str, tokenizer: Any, max_length: int, scheduler: Scheduler) -> None:
-        self._name, self._tokenizer = name, tokenizer
+    def __init__(
+        self,
+        name: str,
+        tokenizer: Any,
+        max_length: int,
+        scheduler: Scheduler,
+        images: ImageReader | None = None,
+    ) -> None:
+        self._name, self._tokenizer, self._images = name, tokenizer, images
         self._max_length, self._scheduler = max_length, scheduler
 
     def of_completion(self, body: protocol.CompletionRequest | protocol.TokenizeRequest) -> Prompts:
@@ -62,25 +71,38 @@ class PromptReader:
         if not self._tokenizer.chat_template:
             text = f"{self._name!r} has no chat template; use /v1/completions with a prompt."
             raise protocol.invalid_request(text, "messages")
+        urls = [url for message in body.messages for url in message.image_urls]
+        if urls and self._images is None:
+            text = f"messages: {self._name!r} is served without images; send text alone."
+            raise protocol.invalid_request(text, "messages")
+        in_parts = self._images is not None  # as templates of such models need not take texts
         try:
             with _time_limit(timings.TIMINGS.template_s):
                 text = self._tokenizer.apply_chat_template(
-                    [message.for_template() for message in body.messages],
+                    [message.for_template(in_parts) for message in body.messages],
                     tokenize=False,
                     **body.template_options(),
                 )
         except Exception as error:  # a template may raise any error for messages it rejects
             raise protocol.invalid_request(f"messages: {error}", "messages") from error
-        return [self.text(text, add_special_tokens=False)]
+        if self._images is None:
+            return [self.text(text, add_special_tokens=False)]
+        if not urls:
+            return [self.text(text, add_special_tokens=not self._images.begins(text))]
+        self._check_chars(text)
+        return [self._images.read(text, urls)]
 
     def text(self, text: str, **options: bool) -> list[int]:
+        self._check_chars(text)
+        return list(self._tokenizer(text, **options)["input_ids"])
+
+    def _check_chars(self, text: str) -> None:
         max_chars = self._max_length * self.longest_token
         if len(text) > max_chars:
             reason = (
                 f"you sent {len(text)} characters, and that many tokens hold at most {max_chars}."
             )
             raise protocol.context_error(self._max_length, reason, None)
-        return list(self._tokenizer(text, **options)["input_ids"])
 
     @functools.cached_property
     def longest_token(self) -> int:

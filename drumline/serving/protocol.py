@@ -172,18 +172,35 @@ class CompletionRequest(GenerationRequest):
         return None if logprobs is False else logprobs
 
 
-class TextPart(ApiObject):
+IMAGE = {"type": "image"}  # as templates know its place
+
+
+class ImageUrl(ApiObject):
+    model_config = ConfigDict(extra="ignore")  # detail
+
+    url: str
+
+
+class ContentPart(ApiObject):
+    """A text, or an image."""
+
     model_config = ConfigDict(extra="ignore")  # cache_control, annotations
 
     type: str
-    text: str
+    text: str | None = None
+    image_url: ImageUrl | None = None
 
-    @field_validator("type")  # type: ignore[untyped-decorator]
-    @classmethod
-    def _check_type(cls, kind: str) -> str:
-        if kind != "text":
-            raise ValueError(f"a part of the type {kind!r:.100} is not supported by this server")
-        return kind
+    @model_validator(mode="after")  # type: ignore[untyped-decorator]
+    def _check_type(self) -> ContentPart:
+        if self.type not in ("text", "image_url"):
+            text = f"a part of the type {self.type!r:.100} is not supported by this server"
+            raise ValueError(text)
+        if getattr(self, self.type) is None:
+            raise ValueError(f"a part of the type {self.type!r} has no field of that name")
+        return self
+
+    def for_template(self) -> dict[str, str]:
+        return {"type": "text", "text": self.text or ""} if self.type == "text" else IMAGE
 
 
 class ChatMessage(ApiObject):
@@ -192,18 +209,29 @@ class ChatMessage(ApiObject):
     model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart] = ""
+    content: str | list[ContentPart] = ""
     tool_calls: list[dict[str, Any]] = []
 
-    def for_template(self) -> dict[str, Any]:
-        """The message in the form that chat templates take."""
+    @property
+    def _parts(self) -> list[ContentPart]:
         content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return [ContentPart(type="text", text=content)] if isinstance(content, str) else content
+
+    @property
+    def image_urls(self) -> list[str]:
+        urls = [part.image_url for part in self._parts if part.type == "image_url"]
+        return [url.url for url in urls if url is not None]
+
+    def for_template(self, in_parts: bool = False) -> dict[str, Any]:
+        """The message in the form that chat templates take; in_parts: with a list as its content,
+        in which images have places."""
+        texts = "".join(part.text or "" for part in self._parts)
+        content = [part.for_template() for part in self._parts] if in_parts else texts
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         extra = self.model_extra or {}
         present = {name: value for name, value in extra.items() if value not in ("", [], {})}
         calls = {"tool_calls": [*map(_for_template, self.tool_calls)]} if self.tool_calls else {}
-        return {"role": role, "content": text, **present, **calls}
+        return {"role": role, "content": content, **present, **calls}
 
 
 def _for_template(call: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,8 @@ scheduler.submit([Generation(prompt, SamplingParams(), on_token=print, on_end=pr
 transformers' manager decides what a step computes: sequences join at the next one and leave when
 they end, long prompts come in chunks, equal beginnings are computed once, and where the pages of
 keys and values are full, sequences are put back. Each token is chosen here, by its sequence's own
-sampler. A model whose layers keep no pages gets one sequence at a time, by generate().
+sampler. A model whose layers keep no pages gets one sequence at a time, by generate(), and so do
+prompts with images.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from drumline.contact.caches import is_cache
 from drumline.errors import DrumlineError, PeerLost, PlanError
 from drumline.pipeline.paged_generation import tried_manager
 from drumline.serving.grammar import JsonGrammar
-from drumline.serving.one_by_one import generate_alone
+from drumline.serving.one_by_one import generate_alone, inputs_from_text
 from drumline.serving.sampling import SamplingParams, TokenLogprob, TokenSampler
 
 log = logging.getLogger("drumline")
@@ -69,6 +70,14 @@ class RequestTooLarge(DrumlineError):
     """The request exceeds the size of the queue and can never be scheduled."""
 
 
+class Prompt(list[int]):
+    """The tokens of a prompt. inputs: see inputs_to_text()."""
+
+    def __init__(self, tokens: Iterable[int], inputs: str = "") -> None:
+        super().__init__(tokens)
+        self.inputs = inputs
+
+
 class Generation:
     """One prompt, and the tokens generated for it so far.
 
@@ -89,6 +98,7 @@ class Generation:
         grammar: JsonGrammar | None = None,
     ) -> None:
         self.prompt, self.params = prompt, params
+        self.inputs = prompt.inputs if isinstance(prompt, Prompt) else ""
         self.end_tokens = params.stop_tokens | (set() if params.ignore_eos else set(end_tokens))
         self.sampler = TokenSampler(params, prompt, self.end_tokens, grammar)
         self.new_tokens: list[int] = []
@@ -315,7 +325,7 @@ class BatchScheduler(Scheduler):
         for number, item in sequences.items():
             if item.params.scores_prompt and not item.new_tokens:
                 self._alone.submit(self._compute_alone, number, item, self._score_prompt)
-            elif not self._batches:
+            elif not self._batches or item.inputs:
                 self._alone.submit(self._compute_alone, number, item, self._generate)
             else:
                 loads = [*self._batch_of.values()]
@@ -340,7 +350,12 @@ class BatchScheduler(Scheduler):
     def _generate(self, number: int, item: Generation) -> None:
         name = [str(number)]
         choose = functools.partial(self._choose, name, name)
-        generate_alone(self._model, item.tokens, choose, lambda: number not in self._open)
+
+        def has_ended() -> bool:
+            return number not in self._open
+
+        inputs = inputs_from_text(item.inputs)
+        generate_alone(self._model, item.tokens, choose, has_ended, inputs)
 
     @torch.no_grad()
     def _score_prompt(self, number: int, item: Generation) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from coordinator import Coordinator
-from drumline.checkpoint.config_files import read_tokenizer
+from drumline.checkpoint.config_files import read_processor, read_tokenizer
 from drumline.checkpoint.json_files import gguf_path
 from drumline.core.device_map import format_nbytes
 from drumline.errors import DrumlineError, WorkerExit
@@ -55,6 +55,14 @@ def read_model_tokenizer(path: str | Path, **options: Any) -> Any:
     """The tokenizer of a model. options: of `load`."""
     request = LoadOptions(**options)
     return read_tokenizer(gguf_path(path, request.gguf_file) or path, request.trust_remote_code)
+
+
+def read_model_processor(path: str | Path, **options: Any) -> Any:
+    """The processor of a model for images; None if it takes none. options: of `load`.
+
+    Raises ImportError if it needs a package that is not installed.
+    """
+    return read_processor(path, LoadOptions(**options).trust_remote_code)
 
 
 def num_positions(config: Any) -> int:

@@ -64,6 +64,7 @@ TORCH = {
 
 TRANSFORMERS = {
     "AutoConfig": "the config of a checkpoint, also one with code of its own",
+    "AutoProcessor": "what makes inputs of images for a model that is served",
     "AutoTokenizer": "the tokenizer of a checkpoint or of a GGUF file",
     "CONFIG_MAPPING": "the kind of a config whose fields came from another rank",
     "Cache": "the kind of the value in a pass that is its cache, whatever its key",

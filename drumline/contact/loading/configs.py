@@ -91,6 +91,11 @@ def read_tokenizer(folder: str | Path, config: Any = None, **options: Any) -> An
     return api.AutoTokenizer.from_pretrained(folder, **options)
 
 
+def read_processor(folder: str | Path, **options: Any) -> Any:
+    """The processor of a folder; raises whatever its files come to, or ImportError."""
+    return api.processor_class().from_pretrained(folder, **options)
+
+
 def response_template(tokenizer: Any, model_type: str) -> dict[str, Any] | None:
     """The template that tells calls and reasoning apart: the tokenizer's, or the usual one of
     this type of model; None if there is none."""

@@ -81,7 +81,7 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], reasoning: s
         return _text(item.get("content") or item.get("summary") or "")
     before = {"reasoning_content": reasoning} if reasoning else {}
     if kind == "message":
-        message = {"role": item.get("role"), "content": _text(item.get("content", "")), **before}
+        message = {"role": item.get("role"), "content": _content(item.get("content", "")), **before}
         messages.append(message)
     elif kind == "function_call":
         function = {key: item.get(key) for key in ("name", "arguments")}
@@ -95,6 +95,23 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], reasoning: s
     else:
         raise _unsupported(f"input: an item of the type {kind!r:.100}", "input")
     return ""
+
+
+def _content(content: Any) -> Any:
+    """The content of a message: text, or parts where one of them is an image."""
+    parts = content if isinstance(content, list) else []
+    if not any(isinstance(part, dict) and part.get("type") == "input_image" for part in parts):
+        return _text(content)
+    return [*map(_part, _objects(parts, "input"))]
+
+
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    """A part of a message as chats have it."""
+    if part.get("type") != "input_image":
+        return {"type": "text", "text": _text([part])}
+    if not isinstance(url := part.get("image_url"), str):
+        raise _unsupported("input: an image without image_url", "input")
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _text(content: Any) -> str:

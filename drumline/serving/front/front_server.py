@@ -37,7 +37,8 @@ def serve_with_restarts(restarts: int, job: launcher.Job, model_path: str, **opt
     from drumline.serving.app import Service
 
     limits = ServingLimits(endpoint.max_length, settings.max_running, settings.max_waiting)
-    service = Service(settings.names, None, endpoint.tokenizer, limits, sampling=endpoint.sampling)
+    own = {"sampling": endpoint.sampling, "images": endpoint.images}
+    service = Service(settings.names, None, endpoint.tokenizer, limits, **own)
     scheduler = service.scheduler
     assert isinstance(scheduler, RemoteScheduler)
 
@@ -45,8 +46,8 @@ def serve_with_restarts(restarts: int, job: launcher.Job, model_path: str, **opt
         service.status.device_map = DeviceMap.from_json(info["device_map"])
         service.status.peers = [Peer.unpack(peer.encode()) for peer in info["peers"]]
 
-    own = replace(settings, model_path=folder, max_length=endpoint.max_length)
-    job = replace(job, args=(job.node_rank, asdict(own)))
+    of_ranks = replace(settings, model_path=folder, max_length=endpoint.max_length)
+    job = replace(job, args=(job.node_rank, asdict(of_ranks)))
     with endpoint.listener:
         try:
             ranks = RestartingRanks(scheduler, job, restarts, on_ready)

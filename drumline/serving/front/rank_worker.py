@@ -28,6 +28,7 @@ from drumline.serving.scheduler import (
     PAGE_SIZE,
     BatchScheduler,
     Generation,
+    Prompt,
     ServerStopping,
     ServingLimits,
 )
@@ -149,7 +150,13 @@ class RankWorker:
             self._send({"id": id, "error": str(error) or repr(error)})
 
     def _start(
-        self, id: int, prompt: list[int], new_tokens: list[int], params: Any, schema: Any
+        self,
+        id: int,
+        prompt: list[int],
+        inputs: str,
+        new_tokens: list[int],
+        params: Any,
+        schema: Any,
     ) -> None:
         def on_token(token: int) -> bool:
             message: Message = {"id": id, "token": token, "logprob": item.sampler.logprob}
@@ -172,7 +179,9 @@ class RankWorker:
         params["logit_bias"] = tuple((token, bias) for token, bias in params["logit_bias"])
         grammar: JsonGrammar | None = None if schema is None else self._grammars.json(schema)
         item = Generation(
-            prompt, SamplingParams(**params), on_token, on_end, self._scheduler.end_tokens, grammar
+            Prompt(prompt, inputs),
+            SamplingParams(**params),
+            *(on_token, on_end, self._scheduler.end_tokens, grammar),
         )
         item.resume(new_tokens)
         self._running[id] = item

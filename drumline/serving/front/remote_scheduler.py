@@ -113,6 +113,7 @@ def _to_message(number: int, item: Generation) -> Message:
     return {
         "id": number,
         "prompt": list(item.prompt),
+        "inputs": item.inputs,
         "new_tokens": item.new_tokens,
         "params": params,
         "schema": getattr(item.sampler.grammar, "schema", None),

@@ -62,13 +62,19 @@ def test_a_null_that_has_no_meaning_is_named(fields, param):
     assert caught.value.status == 400 and str(caught.value.body["error"]["param"]).endswith(param)
 
 
-def test_an_image_is_refused_by_name():
+def test_sound_is_refused_by_name():
     """The error told of a type that should be 'text', and of a field called list[TextPart]."""
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    refused = pytest.raises(protocol.ApiError, match="image_url' is not supported")
+    sound = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+    refused = pytest.raises(protocol.ApiError, match="input_audio' is not supported")
     with refused as caught:
-        chat(messages=[{"role": "user", "content": [{"type": "text", "text": "5"}, image]}])
-    assert caught.value.body["error"]["param"] == "messages.0.content.1.type"
+        chat(messages=[{"role": "user", "content": [{"type": "text", "text": "5"}, sound]}])
+    assert caught.value.body["error"]["param"].startswith("messages.0.content.1")
+
+
+@pytest.mark.parametrize("kind", ["text", "image_url"])
+def test_a_part_without_its_content_is_refused(kind):
+    with pytest.raises(protocol.ApiError, match="has no field of that name"):
+        chat(messages=[{"role": "user", "content": [{"type": kind}]}])
 
 
 def test_items_are_counted_in_what_a_user_defines_too():

@@ -33,14 +33,16 @@ PARAMS = [
 class Client:
     """One sequence, its tokens so far and how it ended; on_token is called for each token."""
 
-    def __init__(self, params, on_token=lambda: True, grammar=None, ends=frozenset({2})):
+    def __init__(
+        self, params, on_token=lambda: True, grammar=None, ends=frozenset({2}), prompt=(5, 6, 7)
+    ):
         self.logprobs, self.reason, self.has_ended = [], None, threading.Event()
 
         def note(_):
             self.logprobs.append(self.generation.sampler.logprob)
             return on_token()
 
-        self.generation = Generation([5, 6, 7], params, note, self._end, ends, grammar)
+        self.generation = Generation(prompt, params, note, self._end, ends, grammar)
 
     def _end(self, reason):
         self.reason = reason
