@@ -51,7 +51,7 @@ class SingleQueries:
 
     def run(self, attend: Callable[..., Any], query: Any, key: Any, value: Any) -> torch.Tensor:
         """[sequences, heads, width] of attend(query, key, value, mask)."""
-        own = query[0, :, self.queries].transpose(0, 1)[:, :, None]
+        own = query[0].transpose(0, 1).index_select(0, self.queries)[:, :, None]
         pairs = [tensor[0, :, self.keys].transpose(0, 1) for tensor in (key, value)]
         rows = [tensor.unflatten(0, (len(own), -1)).transpose(1, 2) for tensor in pairs]
         return attend(own, *rows, self.mask)[0][:, 0]  # type: ignore[no-any-return]
@@ -194,7 +194,7 @@ def _by_sequence(attend: Callable[..., Any]) -> Callable[..., Any]:
             keys, values = key[:, :, span.keys], value[:, :, span.keys]
             output[:, span.queries] = part(query[:, :, span.queries], keys, values, mask)[0]
         for group in sequences.groups(query.device):
-            output[0, group.queries] = group.run(part, query, key, value)
+            output[0].index_copy_(0, group.queries, group.run(part, query, key, value))
         return output, None
 
     return attention
