@@ -223,12 +223,14 @@ def connect_stages(
 ) -> Any:
     """The master's model with the other ranks behind it; these serve here, and raise WorkerExit.
 
+    On all of them it is in evaluation mode: a later change of the mode would reach the master only.
     stack: what to give back when the model is closed.
     """
     give_back_prompts(stage.model)
     use_onednn(stage.model)
     if coor.world_size == 1:
         return distribute(stage, None)
+    stage.model.eval()
     device_map = stage.device_map
     with monitored_loading(coor, device_map.holds):
         device = torch.device(device_map.device_of(coor.rank))

@@ -180,6 +180,19 @@ def test_a_module_of_any_kind_is_dispatched_over_ranks(device_map, tied):
     assert torch.equal(over_ranks(rank), expected)
 
 
+def test_a_module_in_training_mode_is_in_evaluation_mode_on_all_ranks():
+    """Other ranks went on with the statistics of their batch, whatever eval() said on rank 0."""
+
+    def rank():
+        with building:
+            model = three(False).train()
+        with torch.no_grad(), drumline.dispatch(model, MAPS[0]) as spread:
+            assert not spread.training
+            return spread.eval()(INPUT)
+
+    assert torch.equal(over_ranks(rank, 2), three(False)(INPUT))
+
+
 ON_DISK = {"linear1": "disk", "batchnorm": (1, "disk"), "linear2": 2, "linear3": "cpu", "shift": 0}
 
 
