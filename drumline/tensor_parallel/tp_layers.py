@@ -116,7 +116,9 @@ def _with_lookup(module: Any, look_up: Callable[..., torch.Tensor]) -> Callable[
 def _embedding(module: Any, comm: Communicator) -> Callable[..., Any]:
     """Each rank looks up the ids of its shard; the others add zeros."""
     begin, end = collectives.shard_bounds(module.num_embeddings, comm)
-    module.padding_idx = None  # it counts from the start of the whole table
+    padding = module.padding_idx  # it counts from the start of the whole table
+    is_here = padding is not None and begin <= padding < end
+    module.padding_idx = padding - begin if is_here else None
 
     def look_up(ids: torch.Tensor) -> torch.Tensor:
         elsewhere = (ids < begin) | (ids >= end)
