@@ -163,10 +163,10 @@ class Stage:
         return replace(message, tensors=[*leaving, *message.tensors[len(route.arriving) :]])
 
     def _run(self, route: StageRoute, message: Message) -> Message:
+        self._apply_operations(route.program, message)  # whatever fails: they are sent once
         held = self._arrived_tensors(route, message)
         beyond = message.tensors[len(route.arriving) :]
         facts = json.loads(message.note) if message.note else []
-        self._apply_operations(route.program, message)
         call: StageCall | None = None
         for step, made_at, repeats in route.steps:
             self._current_step = step.module

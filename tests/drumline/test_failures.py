@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import re
@@ -24,6 +25,7 @@ import launcher
 from coordinator import Coordinator
 from drumline.checkpoint import plan_executor
 from drumline.errors import describe_with_traceback
+from drumline.stages.stage import Stage
 from drumline.strategies import pipeline_parallel
 from tests.cases import soak
 
@@ -450,6 +452,36 @@ def test_a_cache_from_a_call_that_failed_is_refused(checkpoints, on_master, monk
     plain, path = checkpoints.llama()
     with torch.no_grad():
         assert on_master(path, 2, work) == plain(ids).logits.tolist()
+
+
+def test_a_cache_is_cropped_on_a_rank_that_has_no_memory_for_the_message(
+    checkpoints, on_master, monkeypatch
+):
+    """That rank went on with all of its tokens."""
+    armed, take = [False], Stage._arrived_tensors
+
+    def arrived(self, *given):
+        if armed[0]:
+            raise RuntimeError("out of memory")
+        return take(self, *given)
+
+    monkeypatch.setattr(Stage, "_arrived_tensors", arrived)
+    monkeypatch.setattr(Stage, "_prebuild_call", lambda *given: None)
+    ids = torch.arange(3, 12)[None]
+
+    def work(model):
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            cache.crop(-4)
+            armed[0] = hasattr(model, "_driver")
+            with pytest.raises(drumline.StageError) if armed[0] else contextlib.nullcontext():
+                model(ids, use_cache=False)
+            armed[0] = False
+            return model(ids, past_key_values=cache).logits.tolist()
+
+    plain, path = checkpoints.llama()
+    assert on_master(path, 2, work) == work(plain)
 
 
 def test_gradients_are_refused_rather_than_half_right(checkpoints, on_master):
