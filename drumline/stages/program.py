@@ -7,6 +7,7 @@ message itself is only numbers and tensors.
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -102,8 +103,14 @@ class StageRoute:
     def __init__(self, program: Program, rank: int):
         self.program = program
         self.arriving, self.leaving = program.leaving(rank - 1), program.leaving(rank)
-        self.steps: list[tuple[StageStep, int, bool]] = []
-        for step, made_at in zip(program.steps, program.outputs_at, strict=False):
-            if step.rank == rank:
-                repeats = bool(self.steps) and step.repeats(self.steps[-1][0])
-                self.steps.append((step, made_at, repeats))
+        made = itertools.pairwise(program.outputs_at)
+        own = [pair for pair in zip(program.steps, made, strict=True) if pair[0].rank == rank]
+        needed = {*self.leaving}
+        # A step, the slot of its first new tensor, whether it repeats the one before, and the slots
+        # that nothing here needs after it.
+        self.steps: list[tuple[StageStep, int, bool, set[int]]] = []
+        for at, (step, slots) in reversed([*enumerate(own)]):
+            done = {*range(*slots), *step.slots} - needed
+            needed |= done
+            repeats = at > 0 and step.repeats(own[at - 1][0])
+            self.steps.insert(0, (step, slots[0], repeats, done))

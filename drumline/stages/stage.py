@@ -133,6 +133,7 @@ class Stage:
                 self.ring.send(message)
                 if message.kind is MessageKind.LEAVE:
                     return message.ints[0]
+            del message  # it would keep its tensors while this rank waits
 
     def _reply(self, message: Message) -> Message:
         """The message for the next rank, or the error of this rank."""
@@ -168,7 +169,7 @@ class Stage:
         beyond = message.tensors[len(route.arriving) :]
         facts = json.loads(message.note) if message.note else []
         call: StageCall | None = None
-        for step, made_at, repeats in route.steps:
+        for step, made_at, repeats, done in route.steps:
             self._current_step = step.module
             if call is not None and repeats:
                 call.reuse(held[step.slots[0]])
@@ -197,6 +198,8 @@ class Stage:
                 held.update(enumerate(_check_output_unchanged(step, call, value, written), made_at))
             if step.is_new:
                 facts.append([output, *call.cache_facts(before)])
+            for slot in done:
+                del held[slot]
         tensors = [held[slot] for slot in route.leaving] + beyond
         note = json.dumps(facts) if facts else ""
         return Message(MessageKind.CALL, message.program, message.ints, tensors, message.text, note)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,6 +28,7 @@ from transformers import (
 )
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 from transformers.generation.streamers import BaseStreamer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from drumline import DrumlineError
 from drumline.kv_cache.owner import CacheRegistry
@@ -587,6 +591,36 @@ def test_caches_are_freed_on_their_ranks_with_the_masters(checkpoints, on_master
         return [len(caches.by_number) for caches in registries]
 
     assert on_master(checkpoints.llama()[1], 3, work) == [0, 0]
+
+
+def test_a_rank_holds_what_one_layer_is_given_and_nothing_between_two_passes(
+    checkpoints, on_master, monkeypatch
+):
+    held, counts, forward = [], [], LlamaDecoderLayer.forward
+
+    def noted(self, hidden, *args, **kwargs):
+        if threading.current_thread().name != "rank-1":
+            return forward(self, hidden, *args, **kwargs)
+        held.append(weakref.ref(hidden))
+        counts.append(num_held() - 1)  # beside the tensors of the message
+        return forward(self, hidden, *args, **kwargs)
+
+    def num_held():
+        return sum(ref() is not None for ref in held)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", noted)
+
+    def work(model):
+        with torch.no_grad():
+            for _ in range(2):  # the first one asks a layer by itself
+                model(**prompt(1))
+        deadline = time.monotonic() + 20
+        while num_held() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return num_held()
+
+    assert on_master(checkpoints.llama()[1], 2, work) == 0
+    assert len(counts) == 6 and max(counts) <= 1
 
 
 def test_attention_weights_are_refused_rather_than_returned_in_part(checkpoints, on_master):
