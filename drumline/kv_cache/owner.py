@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from drumline.contact.cache_layers import class_for, is_filled
 from drumline.contact.caches import Cache, make_cache, make_pair
-from drumline.errors import DrumlineError
+from drumline.errors import DrumlineError, describe_error
 from drumline.kv_cache.merge_caches import merge_caches
 
 if TYPE_CHECKING:
@@ -37,15 +37,17 @@ class CacheRegistry:
     def __init__(self, config: Any):
         self.config = config
         self.by_number: dict[int, Any] = {}  # a Cache each, or a PagedPool
+        self.failures: dict[int, str] = {}  # of operations, for those who use the cache
         self.pairs: dict[tuple[int, int], Cache] = {}
 
     def cache(self, number: int) -> Any:
         try:
             return self.by_number[number]
         except KeyError:
+            why = self.failures.get(number, "the call that created or changed it failed")
             raise DrumlineError(
-                f"cache {number} is not known here, because the call that created or changed it "
-                "failed; generate again from an empty cache."
+                f"cache {number} is not known here, because {why}; generate again from an empty "
+                "cache."
             ) from None
 
     def pair(self, own: Cache, cross: Cache) -> Cache:
@@ -58,13 +60,14 @@ class CacheRegistry:
     def apply(self, operation: str, number: int, *arguments: Any) -> None:
         """Apply an operation that rank 0 logged.
 
-        A cache for which it fails is forgotten: it would differ from its parts on other ranks.
+        A cache for which it fails is forgotten, as it would differ from its parts on other ranks:
+        the next call that uses it fails, and no call that does not.
         """
         try:
             self._apply(operation, number, *arguments)
-        except Exception:
+        except Exception as error:
             self._free(number)
-            raise
+            self.failures.setdefault(number, f"{operation} of it raised {describe_error(error)}")
 
     # Every rank applies every operation, also for caches whose layers it does not hold: those stay
     # empty here, and the numbers and the pairs of all ranks remain the same.
@@ -77,6 +80,7 @@ class CacheRegistry:
             merge_caches(self.cache(number), [self.cache(part) for part in arguments[0]])
         elif operation == "free":
             self._free(number)
+            self.failures.pop(number, None)
         elif operation == "create_pool":
             self.by_number[number] = make_pool(*arguments)
         elif operation in POOL_OPERATIONS:

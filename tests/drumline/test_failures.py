@@ -25,6 +25,7 @@ import launcher
 from coordinator import Coordinator
 from drumline.checkpoint import plan_executor
 from drumline.errors import describe_with_traceback
+from drumline.kv_cache import owner
 from drumline.stages.stage import Stage
 from drumline.strategies import pipeline_parallel
 from tests.cases import soak
@@ -482,6 +483,32 @@ def test_a_cache_is_cropped_on_a_rank_that_has_no_memory_for_the_message(
 
     plain, path = checkpoints.llama()
     assert on_master(path, 2, work) == work(plain)
+
+
+def test_a_change_of_a_cache_that_fails_is_told_to_the_calls_that_use_it_alone(
+    checkpoints, on_master, monkeypatch
+):
+    def fail(*given):
+        raise ArithmeticError("planted")
+
+    monkeypatch.setattr(owner, "change_layers", fail)
+    ids = torch.arange(3, 12)[None]
+
+    def work(model):
+        changed, other = DynamicCache(config=model.config), DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(ids, past_key_values=changed)
+            changed.crop(-4)
+            logits = model(ids, past_key_values=other).logits.tolist()
+            changed.crop(-1)
+            for wrong in ("crop of it raised ArithmeticError: planted", "failed half-way"):
+                with pytest.raises(drumline.DrumlineError, match=wrong):
+                    model(ids, past_key_values=changed)
+        return logits
+
+    plain, path = checkpoints.llama()
+    with torch.no_grad():
+        assert on_master(path, 2, work) == plain(ids).logits.tolist()
 
 
 def test_gradients_are_refused_rather_than_half_right(checkpoints, on_master):
