@@ -6,6 +6,7 @@ another group of rows: so every rank has work, and the master has no more than o
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
 from collections.abc import Callable, Iterable
@@ -77,10 +78,16 @@ class MicrobatchThread(threading.Thread):
         self.future: Future[Any] = Future()
         num_threads, context = torch.get_num_threads(), contextvars.copy_context()
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        stream = torch.cuda.current_stream() if has_cuda else None
 
         def begin() -> None:
             torch.set_num_threads(num_threads)  # OpenMP asks each thread anew
-            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            with (
+                torch.inference_mode(inference),
+                torch.set_grad_enabled(grad),
+                torch.cuda.stream(stream) if stream else contextlib.nullcontext(),
+            ):
                 self.future.set_result(context.run(work, item))
 
         self.begin = begin

@@ -32,7 +32,7 @@ from drumline.kv_cache.merge_caches import can_be_merged
 from drumline.kv_cache.proxy import CacheProxy, merge_proxies
 from drumline.pipeline import microbatch
 from drumline.pipeline.driver import PipelineDriver
-from drumline.pipeline.remote_layer import RemoteModule
+from drumline.pipeline.remote_layer import RemoteModule, is_autocast_enabled
 from drumline.pipeline.unsupported import PassChecks, RemoteLayerError
 
 Whole = Callable[..., Any]
@@ -199,10 +199,13 @@ class MicrobatchMixin:
     def _may_be_split(self) -> bool:
         """True if nothing remains of a pass but its outputs and the cache.
 
-        A hook of the script's own would see a part of the batch at a time.
+        A hook of the script's own would see a part of the batch at a time. Of autocast, which is
+        refused, other threads know nothing.
         """
+        if is_autocast_enabled() or not microbatch.keeps_no_state(self.config):
+            return False
         modules = self.modules()  # type: ignore[attr-defined]
-        return microbatch.keeps_no_state(self.config) and not any(map(_is_hooked, modules))
+        return not any(map(_is_hooked, modules))
 
     def _is_causal(self, cache: Any) -> bool:
         """True unless a token sees later ones, as in BERT, or in one pass more earlier ones than

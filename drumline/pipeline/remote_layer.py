@@ -62,7 +62,7 @@ class RemoteModule:
 
     def _start_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first call of a run. What the cache refuses is never sent."""
-        if any(map(torch.is_autocast_enabled, ("cpu", "cuda", "xpu"))):
+        if is_autocast_enabled():
             raise DrumlineError(
                 f"rank 0: {self.name} was called under torch.autocast, of which rank {self.rank} "
                 "knows nothing, so its layers would compute in another dtype; load the model with "
@@ -242,6 +242,11 @@ class RemoteModule:
 
     def __deepcopy__(self, memo: Any) -> RemoteModule:
         return self
+
+
+def is_autocast_enabled() -> bool:
+    """True if operations of this thread compute in another dtype on some device."""
+    return any(map(torch.is_autocast_enabled, ("cpu", "cuda", "xpu")))
 
 
 def _embedding_weight(module: nn.Module) -> torch.Tensor | None:

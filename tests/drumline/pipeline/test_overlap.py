@@ -28,6 +28,7 @@ from drumline.pipeline import microbatch
 from drumline.pipeline.microbatch_runner import MicrobatchRunner
 from drumline.stages.stage import Stage
 from tests.cases import soak
+from tests.communicator.backends.nccl import cuda_on_cpu
 
 ROWS = 9
 
@@ -223,6 +224,10 @@ def beams(model: Any) -> Any:
 def a_static_cache(model: Any) -> Any:
     options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
     return model.generate(**prompt(True), **options).tolist()
+
+
+def one_pass(model: Any) -> Any:
+    return model(**prompt(False), use_cache=False).logits
 
 
 def no_cache(model: Any) -> Any:
@@ -475,6 +480,27 @@ def test_a_prompt_or_batch_that_a_hook_looks_at_stays_whole(checkpoints, on_mast
     plain, path = checkpoints.llama()
     assert on_master(path, 2, work) == work(plain)
     assert not groups
+
+
+@pytest.mark.parametrize("work", [greedy, long_prompt, one_pass])
+def test_autocast_is_refused_of_a_batch_or_prompt_too(checkpoints, on_master, small, groups, work):
+    """Its groups ran in threads, where there is no autocast."""
+
+    def attempt(model):
+        refused = pytest.raises(DrumlineError, match="autocast")
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), refused:
+            work(model)
+
+    on_master(checkpoints.make("mistral-chunks", "MistralForCausalLM", **WINDOWS)[1], 2, attempt)
+    assert not groups
+
+
+def test_the_groups_of_a_batch_use_the_stream_of_the_thread_that_wants_them(monkeypatch):
+    cuda, own = cuda_on_cpu.install(monkeypatch), cuda_on_cpu.Stream()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with cuda.stream(own):
+        found = MicrobatchRunner().map(lambda item: torch.cuda.current_stream(), range(2))
+    assert found == [own, own]
 
 
 def test_chunks_are_not_made_where_layers_come_back_to_the_master(checkpoints, on_master, groups):
