@@ -19,11 +19,12 @@ class PassContext(threading.local):
     """The pass of each thread.
 
     shape: rows and tokens of its input. wants_hidden_states: whether this thread last requested
-    hidden states, and so reads more outputs.
+    hidden states, and so reads more outputs. loses_gradient: whether other ranks were given what
+    requires a gradient.
     """
 
     shape: tuple[int, int] | None = None
-    wants_hidden_states = False
+    wants_hidden_states = loses_gradient = False
     # The outermost model, and its caches that came filled. An interrupt may leave them here, so
     # they are set and deleted together.
     _pass: tuple[Callable[[], Any], tuple[weakref.ref[Cache], ...]] = NO_PASS
@@ -33,6 +34,7 @@ class PassContext(threading.local):
         if self._pass[0]() in (None, model):  # itself if the last pass was interrupted
             filled = filter(came_filled, iter_caches((args, kwargs)))
             self._pass = weakref.ref(model), tuple(map(weakref.ref, filled))
+            self.loses_gradient = False
         if "output_hidden_states" in kwargs:
             self.wants_hidden_states = bool(kwargs["output_hidden_states"])
         for tensor in (*args[:1], kwargs.get("inputs_embeds"), kwargs.get("input_ids")):

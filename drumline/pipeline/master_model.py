@@ -125,7 +125,7 @@ def _install_hooks(
     model._pass_checks = checks  # type: ignore[assignment]
 
     def give_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        fetched = _fetch_output(output)
+        fetched = _fetch_output(output, driver.context.loses_gradient)
         _refuse_unrecorded(unrecorded, model, module, kwargs)
         return fetched
 
@@ -170,9 +170,10 @@ def _recorder(model: nn.Module, part: str) -> nn.Module:
     return model.get_submodule(part)
 
 
-def _fetch_output(output: Any) -> Any:
+def _fetch_output(output: Any, loses_gradient: bool) -> Any:
     if torch.is_grad_enabled():
-        return torch_private.tree_map(_forbid_gradient, fetch_all(output))
+        forbid = functools.partial(_forbid_gradient, is_due=loses_gradient)
+        return torch_private.tree_map(forbid, fetch_all(output))
     return fetch_all(output) if _has_lazy(output) else None
 
 
@@ -184,11 +185,16 @@ def _has_lazy(value: Any) -> bool:
     return isinstance(value, LazyTensor)
 
 
-def _forbid_gradient(value: Any) -> Any:
-    """A tensor whose gradient, if one is asked for, is an error rather than half of the truth."""
-    if isinstance(value, torch.Tensor) and value.requires_grad:
-        return _NoGradient.apply(value)  # type: ignore[no-untyped-call]
-    return value
+def _forbid_gradient(value: Any, is_due: bool) -> Any:
+    """A tensor whose gradient, if one is asked for, is an error rather than half of the truth.
+
+    is_due: on one rank it would have one even if it requires none here.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if is_due and value.is_floating_point() and not value.requires_grad:
+        value = value.detach().requires_grad_()
+    return _NoGradient.apply(value) if value.requires_grad else value  # type: ignore[no-untyped-call]
 
 
 class _NoGradient(torch.autograd.Function):

@@ -520,6 +520,23 @@ def test_gradients_are_refused_rather_than_half_right(checkpoints, on_master):
     on_master(checkpoints.llama()[1], 2, work)
 
 
+def test_gradients_of_an_input_are_refused_where_all_layers_are_on_other_ranks(
+    checkpoints, on_master
+):
+    """They were those of the other terms of a loss alone."""
+    places = {"model.rotary_emb": 0, "model.embed_tokens": 0, "model.norm": 1, "lm_head": 1}
+    places |= {f"model.layers.{layer}": 1 for layer in range(6)}
+
+    def work(model):
+        model.requires_grad_(False)
+        prompt, ids = torch.nn.Parameter(torch.ones(1, 3, 32)), torch.arange(3, 6)[None]
+        with pytest.raises(drumline.DrumlineError, match="gradient"):
+            (model(inputs_embeds=prompt, labels=ids).loss + prompt.norm()).backward()
+        assert not model(ids).logits.requires_grad
+
+    on_master(checkpoints.llama()[1], 2, work, device_map=places)
+
+
 def test_a_closed_model_says_so(checkpoints, on_master):
     def work(model):
         model.close()
