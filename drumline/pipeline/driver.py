@@ -18,7 +18,6 @@ from drumline.kv_cache.proxy import CacheProxy, cache_number, prepare_next_token
 from drumline.pipeline.deferred_calls import (
     CallsByThread,
     DeferredCalls,
-    InternedSpec,
     OutputUsage,
     SpecTable,
 )
@@ -32,6 +31,9 @@ if TYPE_CHECKING:
     from drumline.stages.tp_stage import TpDriverRing
 
 T = TypeVar("T")
+
+MODEL_OPERATIONS = ("scale_weight", "use_attention")
+"""Those on the model; all others are on a cache, whose number is their first argument."""
 
 
 class PipelineDriver:
@@ -88,13 +90,21 @@ class PipelineDriver:
                     raise self._failure
                 if self._is_desynchronised:
                     self._resync()
-                message = self._message(calls, self._operations_now(leaves), leaves)
-                # Messages have no numbers: the ring keeps their order, so the n-th reply is for the
-                # n-th call in this queue. It grows under the lock that orders the sends.
-                self._pending.append(pending)
-                runner = self.microbatches.release_turn(calls.runs[-1].layers[-1])
-                self._is_desynchronised = True  # for the next call, if this one is not sent whole
-                pending.reply = self._failing_all_threads(lambda: self.ring.send(message))
+                # Taken under the send lock, so that every rank applies them in the order of this
+                # log, and before the calls that come in the same message.
+                waiting = [self._operations.popleft() for _ in range(len(self._operations))]
+                num_programs = len(self._programs)
+                try:
+                    message = self._message(calls, waiting, leaves)
+                    # Messages have no numbers: the ring keeps their order, so the n-th reply is for
+                    # the n-th call in this queue. It grows under the lock that orders the sends.
+                    self._pending.append(pending)
+                    runner = self.microbatches.release_turn(calls.runs[-1].layers[-1])
+                    self._is_desynchronised = True  # for the next call, if this is not sent whole
+                    pending.reply = self._failing_all_threads(lambda: self.ring.send(message))
+                except BaseException:
+                    self._give_up(waiting, num_programs)
+                    raise
                 self._is_desynchronised = False
                 if pending.reply is not None:
                     self._pending.remove(pending)
@@ -113,17 +123,24 @@ class PipelineDriver:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return reply
 
-    def _operations_now(self, leaves: Leaves) -> InternedSpec:
-        """The operations on caches that wait for the next message."""
-        # Taken under the send lock, so that every rank applies them in the order of this log, and
-        # before the calls that come in the same message.
-        if not self._operations:
-            return self.specs[NOTHING]
-        waiting = [self._operations.popleft() for _ in range(len(self._operations))]
-        return self.specs[flatten(waiting, leaves, lambda cache: cache_number(cache, self))]
+    def _give_up(self, operations: list[tuple[Any, ...]], num_programs: int) -> None:
+        """Forget a message that was not sent whole: its program, if new, and what it changes.
 
-    def _message(self, calls: DeferredCalls, operations: InternedSpec, leaves: Leaves) -> Message:
-        """The message for deferred calls, with the text of their program if that is new."""
+        Which ranks have it is unknown, so all are to let go of the caches that it names.
+        """
+        while len(self._programs) > num_programs:
+            self._programs.popitem()
+        freed = [op if op[0] in MODEL_OPERATIONS else ("free", op[1]) for op in operations]
+        self._operations.extendleft(reversed(freed))
+
+    def _message(
+        self, calls: DeferredCalls, waiting: list[tuple[Any, ...]], leaves: Leaves
+    ) -> Message:
+        """The message for operations and deferred calls, with the text of their program if new."""
+        spec = NOTHING
+        if waiting:
+            spec = flatten(waiting, leaves, lambda cache: cache_number(cache, self))
+        operations = self.specs[spec]
         starts, ints, form = calls.form(leaves.ints)
         key = (operations, len(leaves.tensors), form)
         text = ""

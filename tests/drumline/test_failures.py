@@ -285,6 +285,39 @@ def test_a_generate_after_an_interruption_gives_its_own_tokens(
     assert results[0] == [True, True]
 
 
+def test_a_message_that_cannot_be_sent_leaves_its_form_usable_and_no_cache_half_changed(
+    checkpoints, on_master
+):
+    """Other ranks never got the program of that form, and went on with what was to be cropped."""
+    plain, path = checkpoints.llama()
+    ids = torch.arange(3, 12)[None]
+
+    @torch.no_grad()
+    def work(model):
+        link, cropped = model._driver.ring.next, DynamicCache(config=model.config)
+
+        def fail(message):
+            del link.send
+            raise RuntimeError("out of memory")
+
+        def fail_once():
+            link.send = fail
+            with pytest.raises(RuntimeError, match="out of memory"):
+                model(ids, use_cache=False)
+            return model(ids, use_cache=False).logits.tolist()
+
+        found = [fail_once()]
+        model(ids, past_key_values=cropped)
+        cropped.crop(-4)
+        found.append(fail_once())
+        with pytest.raises(drumline.DrumlineError, match="from an empty cache"):
+            model(ids, past_key_values=cropped)
+        return found
+
+    with torch.no_grad():
+        assert on_master(path, 2, work) == [plain(ids).logits.tolist()] * 2
+
+
 def test_a_reply_that_cannot_be_taken_ends_the_model_for_every_thread(checkpoints, on_master):
     """Later replies would be taken for it, as on a GPU without memory for it."""
     calls = []
