@@ -59,7 +59,7 @@ def sources_by_name(model: nn.Module, index: Index) -> WeightSources:
             f"({', '.join(surplus[:5])}), so this is another model; load its own checkpoint."
         )
     keys = {name: next((n for n in names if n in index), name) for name, names in groups.items()}
-    return {name: whole_tensor(key, tensors[name].shape) for name, key in keys.items()}
+    return {n: whole_tensor(key, index.get(key, tensors[n]).shape) for n, key in keys.items()}
 
 
 def is_dtensor(tensor: Any) -> bool:

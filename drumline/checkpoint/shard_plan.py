@@ -236,7 +236,7 @@ def _check_requests(requests: Mapping[str, TensorRequest], index: Index) -> None
         if not fills_exactly(request.slices, request.shape):
             raise CheckpointError(
                 f"{name} of shape {request.shape} is not filled exactly by the stored tensors "
-                f"({', '.join(slice_.key for slice_ in request.slices[:5])}); "
+                f"({', '.join(f'{s.key} {list(s.at.size)}' for s in request.slices[:5])}); "
                 "load the checkpoint that belongs to the model."
             )
         for slice_ in request.slices:

@@ -354,6 +354,7 @@ def damaged(folder, checkpoint, change):
         (lambda state: state.pop("up.bias"), "missing"),
         (lambda state: state.update(extra=torch.ones(1)), "extra"),
         (lambda state: state.update({"up.bias": torch.ones(9)}), "up.bias"),
+        (lambda state: state.update({"embed.weight": torch.ones(16, 6)}), "embed.weight [16, 6]"),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused_on_every_rank(
