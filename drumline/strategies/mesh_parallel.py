@@ -12,6 +12,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from communicator import Communicator
@@ -122,7 +123,7 @@ def _planned(
     sharded = shard_checkpoint(coor, checkpoint, mesh, options)
     if mesh.axis_size("dp_shard") > 1:
         shrink(sharded.model, sharded.splits, mesh, coor.rank)
-        _shard_over_data(sharded.model, options.mesh)
+        _shard_over_data(sharded.model, options.mesh, checkpoint.dtype)
     return sharded, sharded.plan(mesh, coor.rank)
 
 
@@ -182,12 +183,16 @@ def _leave(stack: contextlib.ExitStack, monitor: GroupMonitor | None) -> None:
         stack.close()
 
 
-def _shard_over_data(model: nn.Module, mesh: Any) -> None:
-    """Have FSDP2 shard again, layer by layer, what tensor parallelism has sharded."""
+def _shard_over_data(model: nn.Module, mesh: Any, dtype: torch.dtype) -> None:
+    """Have FSDP2 shard again, layer by layer, what tensor parallelism has sharded.
+
+    It has one dtype for each group: modules with weights of another than `dtype` are their own.
+    """
     from torch.distributed.fsdp import fully_shard
 
     outer = _data_axes(mesh)
-    for name in list(layer_names(model)):
+    own = (name.rpartition(".")[0] for name, p in model.named_parameters() if p.dtype != dtype)
+    for name in sorted({*own, *layer_names(model)} - {""}, key=len, reverse=True):  # inner first
         fully_shard(model.get_submodule(name), mesh=outer)
     fully_shard(model, mesh=outer)
 

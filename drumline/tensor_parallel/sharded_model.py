@@ -17,12 +17,17 @@ from torch import nn
 
 from coordinator import Coordinator
 from drumline.checkpoint.empty_model import empty_model
-from drumline.checkpoint.model_tensors import WeightSources, replace_tensors, wrap_like
+from drumline.checkpoint.model_tensors import (
+    WeightSources,
+    named_tensors,
+    replace_tensors,
+    wrap_like,
+)
 from drumline.checkpoint.plan_executor import LoadStats
 from drumline.checkpoint.shard_loader import LoadRequest, load_planned, plan_files
 from drumline.checkpoint.shard_plan import LoadPlan
 from drumline.checkpoint.source import Checkpoint, CheckpointFiles
-from drumline.checkpoint.weight_map import merge_tied_names
+from drumline.checkpoint.weight_map import dtype_overrides, merge_tied_names
 from drumline.core.mesh import Mesh
 from drumline.core.shards import ShardSpec, local_shape
 from drumline.errors import PlanError
@@ -76,6 +81,7 @@ def shard_checkpoint(
         warns=coor.rank == 0,
         **options.rest,
     )
+    _widen(model, checkpoint.dtype)
     sources, files = checkpoint.with_adapter(model, merge_tied_names(model, weight_map.slices))
     size = mesh.axis_size("tp")
     styles = read_plan(model, options.tp_plan or "auto") if size > 1 else {}
@@ -90,6 +96,13 @@ def shard_checkpoint(
     if checkpoint.generation is not None:
         model.generation_config = checkpoint.generation
     return ShardedModel(model, styles, splits, shapes, where, files, sources)
+
+
+def _widen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give tensors on meta the dtype that the model wants for them in place of `dtype`."""
+    tensors, wide = dict(named_tensors(model)), dtype_overrides(model, dtype)
+    new = {id(tensors[n]): wrap_like(tensors[n], tensors[n].detach().to(wide[n])) for n in wide}
+    replace_tensors(model, new)
 
 
 def shrink(

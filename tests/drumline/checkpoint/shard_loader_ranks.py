@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 
 import drumline
 from coordinator import Coordinator
@@ -90,6 +90,7 @@ def dtensor(folder):
             if coor.is_master():
                 print(f"{names} from {reader}: shards bitwise, outputs within {error:.1e}")
         transformers_over(folder / "llama", coor)
+        kept_wide(folder / "t5", coor)
         dist.destroy_process_group()
 
 
@@ -118,6 +119,21 @@ def transformers_over(folder, coor):
             stopped_by_turns(model, plain, ids, coor)
         if coor.is_master():
             print(f"{dict(model.mesh.axes)} from {reader}: {share} of {whole} bytes, loss equal")
+
+
+def kept_wide(folder, coor):
+    """FSDP2 takes one dtype for each group, and T5 keeps a matrix of each layer in float32."""
+    plain = T5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float16)
+    ids = torch.arange(12).reshape(2, 6) + 5
+    for names, shape in ((("dp_shard",), (4,)), (("dp_replicate", "dp_shard"), (2, 2))):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        model = drumline.load(folder, "meta", coor, mesh=mesh, dtype="float16")
+        dtypes = {name: tensor.dtype for name, tensor in model.named_parameters()}
+        assert dtypes == {name: tensor.dtype for name, tensor in plain.named_parameters()}
+        error = abs(model(ids, labels=ids).loss.item() - plain(ids, labels=ids).loss.item())
+        assert error < 1e-2, error
+        if coor.is_master():
+            print(f"float32 in {names}, loss equal")
 
 
 def stopped_by_turns(model, plain, ids, coor):

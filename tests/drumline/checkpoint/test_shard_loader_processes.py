@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
@@ -20,6 +20,15 @@ LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "tie_word_embeddings": True,
+}
+T5 = {
+    "vocab_size": 63,
+    "d_model": 32,
+    "d_ff": 48,
+    "d_kv": 8,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
 }
 SHAPES = {f"w{number}": [2048, 4096] for number in range(8)} | {"embed": [16384, 2048]}
 
@@ -39,9 +48,10 @@ def test_dtensors_and_fully_shard_hold_their_own_shards_and_compute_the_same(war
     state = {name: torch.randn(shape) / 4 for name, shape in shapes.items()}
     save_file(state, tmp_path / "model.safetensors")
     LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(tmp_path / "llama")
+    T5ForConditionalGeneration(T5Config(**T5)).save_pretrained(tmp_path / "t5")
     out = run(warm, "dtensor", tmp_path)
     assert out.count("shards bitwise") == 2
-    assert out.count("loss equal") == 4
+    assert out.count("loss equal") == 6
 
 
 @pytest.fixture(scope="module")

@@ -287,6 +287,29 @@ def test_what_a_model_wants_wider_stays_wide(ranks, checkpoints):
         torch.testing.assert_close(mine, logits(plain), rtol=0.1, atol=0.1)
 
 
+@pytest.mark.parametrize("mesh", [{"dp_replicate": 2}, {"tp": 2}], ids=str)
+def test_weights_that_stay_in_float32_do_so_in_each_shard(ranks, checkpoints, mesh):
+    """T5 overflows in float16 without them, and they were rounded."""
+    sizes = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "num_heads": 4}
+    kind = transformers.T5ForConditionalGeneration
+    _, path = checkpoints.make("t5 kept wide", kind.__name__, **sizes, vocab_size=64)
+    plain = kind.from_pretrained(path, dtype=torch.float16)
+    dtypes = {name: tensor.dtype for name, tensor in plain.named_parameters()}
+    assert set(dtypes.values()) == {torch.float16, torch.float32}
+    styles = {"*.block.*.layer.*.DenseReluDense.wi": "colwise"}
+    styles |= {"*.block.*.layer.*.DenseReluDense.wo": "rowwise"}
+
+    def work(model):
+        with torch.no_grad():
+            outputs = model(input_ids=IDS[:1, :6], decoder_input_ids=IDS[:1, :3])
+        return {name: tensor.dtype for name, tensor in model.named_parameters()}, outputs.logits
+
+    options = {"tp_plan": styles} if "tp" in mesh else {}
+    for found, mine in on_ranks(ranks, path, 2, work, mesh=mesh, dtype="float16", **options):
+        assert found == dtypes
+        torch.testing.assert_close(mine, work(plain)[1], rtol=1e-2, atol=1e-2)
+
+
 def test_a_config_with_an_infinite_number_reaches_every_rank():
     config = transformers.FalconH1Config()
     found = config_from_json(json.loads(config.to_json_string(use_diff=False)))
