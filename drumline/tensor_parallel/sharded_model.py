@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from coordinator import Coordinator
+from drumline import timings
 from drumline.checkpoint.empty_model import empty_model
 from drumline.checkpoint.model_tensors import (
     WeightSources,
@@ -60,8 +61,10 @@ class ShardedModel:
         return plan_files(self.model, self.files, mesh, rank, options)
 
     def fill(self, coor: Coordinator, plan: LoadPlan) -> LoadStats:
-        """Read this rank's part. Collective."""
-        return load_planned(self.model, plan, self.files, coor, self.device)
+        """Read this rank's part, and wait for the others. Collective."""
+        stats = load_planned(self.model, plan, self.files, coor, self.device)
+        coor.barrier(timeout_s=timings.TIMINGS.load_s)
+        return stats
 
 
 def shard_checkpoint(

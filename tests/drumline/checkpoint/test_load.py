@@ -34,6 +34,7 @@ from drumline.errors import short_traceback
 from drumline.planner.model_profile import build_on_meta, profile_model
 from drumline.stages.stage_weights import fill
 from drumline.strategies import existing_model, pipeline_parallel
+from drumline.tensor_parallel import sharded_model
 from launcher import LaunchError, linux
 from launcher.runtime.rank_process import describe
 
@@ -43,32 +44,41 @@ def real(model) -> set[str]:
     return {name for name, tensor in named if not tensor.is_meta}
 
 
-@pytest.mark.parametrize("is_dispatched", [True, False])
-def test_ranks_may_differ_by_hours_in_reading(checkpoints, monkeypatch, is_dispatched):
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (existing_model, "_keep_own"),
+        (pipeline_parallel, "_read"),
+        (sharded_model, "load_planned"),
+    ],
+)
+def test_ranks_may_differ_by_hours_in_reading(checkpoints, monkeypatch, owner, name):
     """The fastest waited as long as in any other call, and then ended a healthy load."""
     plain, path = checkpoints.llama()
-    owner, name = (existing_model, "_keep_own") if is_dispatched else (pipeline_parallel, "_read")
-    read, allgather = getattr(owner, name), Coordinator.allgather
+    read, exchange = getattr(owner, name), Coordinator._exchange
     readers, deadlines = set(), []
 
     def note(*arguments):
+        stats = read(*arguments)
         readers.add(threading.get_ident())
-        return read(*arguments)
+        return stats
 
-    def wait(self, data, *, timeout_s=None):
+    def wait(self, kind, data, timeout_s):
         if threading.get_ident() in readers:
             readers.remove(threading.get_ident())
             deadlines.append(timeout_s)
-        return allgather(self, data, timeout_s=timeout_s)
+        return exchange(self, kind, data, timeout_s)
 
     monkeypatch.setattr(owner, name, note)
-    monkeypatch.setattr(Coordinator, "allgather", wait)
+    monkeypatch.setattr(Coordinator, "_exchange", wait)
     monkeypatch.setattr(pipeline_parallel, "_build_empty", lambda *_: None)
 
     def rank():
         memory = {"max_memory": [1 << 30] * 2}
-        if is_dispatched:
+        if owner is existing_model:
             return drumline.dispatch(copy.deepcopy(plain), **memory).close()
+        if owner is sharded_model:
+            return drumline.load(path, tp=2).close()
         return drumline.load(path, **memory).close()
 
     launcher.launch(rank, nprocs=2, launcher="threads", timeout_s=60)
