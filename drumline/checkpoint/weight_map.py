@@ -47,16 +47,19 @@ def map_weights(model: Any, index: Index) -> WeightMap:
     mapping = KeyMapping(model, state)
     plain: dict[str, Sequence[SourceSlice]] = {}
     joined: dict[str, dict[str, list[str]]] = {}
+    surplus: set[str] = set()
     for key in sorted(index, key=natural_key):
         name, pattern = mapping.rename(key)
-        if pattern is None:
+        if pattern is None and name in plain:  # of two, transformers takes the first
+            surplus.add(key)
+        elif pattern is None:
             plain[name] = whole_tensor(key, index[key].shape)
         else:
             joined.setdefault(name, {}).setdefault(pattern, []).append(key)
     for name, keys in joined.items():
         plain.update(_convert(name, keys, mapping.conversion(keys), index))
     slices = {name: tuple(pieces) for name, pieces in plain.items() if name in state}
-    missing, surplus = state.keys() - plain.keys(), plain.keys() - state.keys()
+    missing, surplus = state.keys() - plain.keys(), surplus | plain.keys() - state.keys()
     return WeightMap(slices, frozenset(missing), frozenset(surplus))
 
 

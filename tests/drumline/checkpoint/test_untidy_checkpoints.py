@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 
 import pytest
 import torch
@@ -51,11 +52,16 @@ def unlisted(folder):
     add(files_of(folder)[1][0], extra=torch.ones(2))
 
 
-def surplus(folder):
+def surplus(folder, name="model.layers.9.extra", size=2):
     listing, files = files_of(folder)
-    add(files[0], **{"model.layers.9.extra": torch.ones(2)})
-    listing["weight_map"]["model.layers.9.extra"] = files[0].name
+    add(files[0], **{name: torch.ones(size)})
+    listing["weight_map"][name] = files[0].name
     (folder / "model.safetensors.index.json").write_text(json.dumps(listing))
+
+
+def under_two_names(folder):
+    """Of which transformers takes the first: model.norm.weight."""
+    surplus(folder, "norm.weight", 32)
 
 
 def configured(folder, **fields):
@@ -72,7 +78,7 @@ def with_an_old_name(folder):
     configured(folder, architectures=["LLaMAForCausalLM"])
 
 
-DAMAGES = [stale_copy, unlisted, surplus, without_architectures, with_an_old_name]
+DAMAGES = [stale_copy, unlisted, surplus, under_two_names, without_architectures, with_an_old_name]
 
 
 @pytest.mark.parametrize("change", DAMAGES)
@@ -133,6 +139,7 @@ def test_what_is_ignored_is_one_line_and_what_is_surplus_the_report_of_transform
     assert f"{KEY} in" in ignored and "extra in" in ignored
     (report,) = [line for line in lines if "LOAD REPORT" in line]
     assert "model.layers.9.extra" in report and "UNEXPECTED" in report
+    assert re.search(r"^norm\.weight .*UNEXPECTED", report, re.MULTILINE)
 
 
 def test_plan_takes_it_too(folder, capsys):
