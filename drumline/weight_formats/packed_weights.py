@@ -130,7 +130,7 @@ def keep_packed(
         )
         new[id(weight)] = nn.Parameter(packed, requires_grad=False)
         for key, part in parts.items():
-            stored_as = f"{part.file}{PART_MARK}{part.offset}"
+            stored_as = f"{first}{PART_MARK}{key}"
             index[stored_as] = part
             slices |= {
                 f"{name}{PART_MARK}{key}": whole_tensor(stored_as, part.shape) for name in names

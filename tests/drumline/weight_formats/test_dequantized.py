@@ -16,6 +16,7 @@ from coordinator import Coordinator
 from drumline import CheckpointError
 from drumline.checkpoint.safetensors_index import StoredTensor
 from drumline.weight_formats.dequantized import METHODS
+from tests.drumline.weight_formats.test_lora_adapter import make_adapter
 
 BLOCK = 16
 SMALL = {
@@ -297,6 +298,30 @@ def test_quantized_weights_stay_so_on_a_rank_without_files(
     assert (tokens, torch.equal(logits, expected[1])) == (expected[0], True)
     assert kept < expected[2] / 2
     assert loaded.nbytes_sent < expected[3].nbytes_sent / 2
+
+
+def test_an_adapter_that_only_rank_0_has_is_kept_beside_quantized_weights(
+    checkpoints, ranks, tmp_path
+):
+    """Plans had the path of its file in them, and that is another one on a rank without it."""
+    plain, path = checkpoints.make("LlamaForCausalLM of 64", "LlamaForCausalLM", **SMALL)
+    folder = quantized_folder(path, tmp_path / "fp8", to_fp8, FP8)
+    make_adapter(tmp_path / "adapter", plain, ["q_proj"], torch.bfloat16, r=2)
+
+    def run(info, **options):
+        torch.set_num_threads(1)
+        folders = ("absent", tmp_path / "absent") if info.rank else (folder, tmp_path / "adapter")
+        places = {"device_map": {"": 0, "model.layers.1": 1}, "adapter": folders[1]}
+        with Coordinator(info, timeout_s=30) as coor:
+            try:
+                with drumline.load(folders[0], coor=coor, **places, **options) as model:
+                    return greedy(model), model.model.layers[0].self_attn.q_proj.weight.nbytes
+            except drumline.WorkerExit as served:
+                return served.code
+
+    (tokens, kept), _ = ranks(run, 2)
+    (expected, plain_nbytes), _ = ranks(lambda info: run(info, dequantize=True), 2)
+    assert tokens == expected and kept < plain_nbytes
 
 
 def test_copies_whose_integers_mean_other_weights_are_not_mixed(
