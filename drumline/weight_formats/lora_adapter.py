@@ -265,6 +265,8 @@ class LoraAdapter:
         if not a or not b:
             raise self._error(f"has not both lora_A and lora_B of {name}")
         r = int(self._setting("rank_pattern", module_name, "r"))
+        if len(shape) != 2:
+            raise self._error(f"has an update of {name}, which is not a matrix but {list(shape)}")
         columns, rows = shape if is_transposed else shape[::-1]
         if a.shape != (r, columns) or b.shape != (rows, r):
             raise self._error(

@@ -396,6 +396,19 @@ def test_factors_of_other_shapes_are_named(adapter_of, name):
         adapter_of({}, change=change)
 
 
+def test_an_update_of_a_convolution_is_named(tmp_path):
+    """It ended in an error of unpacking its shape, which named nothing."""
+    model = torch.nn.ModuleDict({"conv": torch.nn.Conv1d(4, 6, 3)})
+    shapes = {"A": (2, 4, 3), "B": (6, 2, 1)}
+    factors = {f"base_model.model.conv.lora_{k}.weight": n for k, n in shapes.items()}
+    index = {name: StoredTensor("a", 0, "F32", shape) for name, shape in factors.items()}
+    adapter = LoraAdapter(CheckpointFiles(tmp_path, index, [0]), {"target_modules": ["conv"]})
+    stored = {name: StoredTensor("m", 0, "F32", p.shape) for name, p in model.named_parameters()}
+    sources = {name: whole_tensor(name, tensor.shape) for name, tensor in stored.items()}
+    with pytest.raises(CheckpointError, match=r"an update of conv.weight, which is not a matrix"):
+        adapter.merged(model, sources, stored, torch.float32)
+
+
 def test_a_factor_that_peft_would_pass_over_is_named(adapter_of):
     """It was merged with the other factor, where peft takes random numbers in its place."""
 
