@@ -303,7 +303,8 @@ def _scaled(path: Path, index: Index, settings: Mapping[str, Any]) -> Derived:
         names = (f"{name}_scale_inv", f"{name}_scale", f"{stem}qscale_weight", f"{stem}scale")
         scale = next((other for other in names if other in index), None)
         is_bytes = stored.dtype == "I8" and settings["quant_method"] == "fp8"
-        if scale is None or is_bytes or index[scale].dtype not in SCALE_DTYPES:
+        is_shifted = not index.keys().isdisjoint((f"{name}_zero_point", f"{name}_g_idx"))
+        if scale is None or is_bytes or is_shifted or index[scale].dtype not in SCALE_DTYPES:
             raise _unreadable(path, name, stored)
         grid = _grid(path, name, stored, index[scale], blocks)
         yield name, ScaledWeight(**_like(stored), values=stored, scales=grid), {name, scale}

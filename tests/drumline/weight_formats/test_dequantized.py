@@ -384,6 +384,17 @@ def packed_with(**parts):
     )
 
 
+def bytes_with(**parts):
+    """Of one byte an element, with a part that changes what the bytes mean."""
+
+    def rewrite(name, tensor):
+        values = {name: tensor.to(torch.int8), f"{name}_scale": torch.ones(64, 1)}
+        extra = {f"{name}_{part}": value.clone() for part, value in parts.items()}
+        return {**values, **extra} if "up_proj" in name else None
+
+    return rewrite
+
+
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
 
 
@@ -420,6 +431,8 @@ def to_gptq(name, tensor):
             "up_proj",
         ),
         ({**GPTQ, "desc_act": True}, to_gptq, "up_proj"),
+        (PACKED, bytes_with(g_idx=torch.zeros(32, dtype=torch.int32)), "up_proj"),
+        (PACKED, bytes_with(zero_point=torch.ones(64, 1, dtype=torch.int32)), "up_proj"),
     ],
 )
 def test_what_is_not_known_or_lacks_scales_is_named(
