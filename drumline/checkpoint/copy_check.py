@@ -73,6 +73,15 @@ def group_by_copy(identities: Sequence[str | None]) -> Copies:
     return tuple(map(tuple, ranks.values()))
 
 
+def are_equal(reader: TensorReader, one: StoredTensor, other: StoredTensor) -> bool:
+    """True if two stored tensors are the same to the byte."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    flat = [replace(stored, dtype="U8", shape=(stored.nbytes,)) for stored in (one, other)]
+    blocks = split_into_blocks(flat[0].shape, BLOCK_NBYTES)
+    return all(torch.equal(*(reader.box(stored, at) for stored in flat)) for at in blocks)
+
+
 class PassingReader(TensorReader):
     """Reads all of large files, and leaves the page cache as it was: weights may be mapped there.
 

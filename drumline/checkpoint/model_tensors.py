@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from coordinator import torch_private
-from drumline.checkpoint.safetensors_index import Index
+from drumline.checkpoint.copy_check import are_equal
+from drumline.checkpoint.safetensors_index import Index, TensorReader
 from drumline.checkpoint.shard_plan import SourceSlice, whole_tensor
 from drumline.core.mesh import ALIASES, Mesh, axis_names
 from drumline.core.packed_tensor import PackedTensor, named_parts
@@ -48,8 +50,11 @@ def distinct_meta_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensors[name] for name in tied_names(model) if tensors[name].is_meta}
 
 
-def sources_by_name(model: nn.Module, index: Index) -> WeightSources:
-    """The stored tensor of each name in the model; for tied ones, of any of their names."""
+def sources_by_name(model: nn.Module, index: Index, path: Path | None = None) -> WeightSources:
+    """The stored tensor of each name in the model; for tied ones, of any of their names.
+
+    path: of the files, on a rank that compares the tied ones that are stored under several names.
+    """
     tensors = dict(named_tensors(model))
     groups = tied_names(model)
     surplus = sorted(index.keys() - tensors.keys())
@@ -58,8 +63,23 @@ def sources_by_name(model: nn.Module, index: Index) -> WeightSources:
             f"{len(surplus)} tensors of the checkpoint are not in the model "
             f"({', '.join(surplus[:5])}), so this is another model; load its own checkpoint."
         )
-    keys = {name: next((n for n in names if n in index), name) for name, names in groups.items()}
-    return {n: whole_tensor(key, index.get(key, tensors[n]).shape) for n, key in keys.items()}
+    keys = {name: [n for n in names if n in index] or [name] for name, names in groups.items()}
+    if path is not None:
+        _check_copies(path, index, keys.values())
+    return {n: whole_tensor(key, index.get(key, tensors[n]).shape) for n, (key, *_) in keys.items()}
+
+
+def _check_copies(path: Path, index: Index, groups: Iterable[Sequence[str]]) -> None:
+    """Raise CheckpointError for tensors that are to be one and are stored with other values."""
+    with TensorReader(path) as reader:
+        for first, *others in groups:
+            for other in others:
+                if not are_equal(reader, index[first], index[other]):
+                    raise CheckpointError(
+                        f"{path}: {first} and {other} are one tensor of the model and differ in "
+                        "the files, so one of them would be lost; build the model without the "
+                        "tie, or leave out the wrong one."
+                    )
 
 
 def is_dtensor(tensor: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from coordinator import Coordinator
+from drumline import timings
 from drumline.checkpoint import model_tensors
 from drumline.checkpoint.model_tensors import WeightSources
 from drumline.checkpoint.plan_executor import LoadStats, OnProgress, abort_peers_on_error, execute
@@ -100,8 +102,8 @@ def plan_files(
     model: nn.Module, files: CheckpointFiles, grid: Mesh, rank: int, request: LoadRequest
 ) -> LoadPlan:
     """The part of this rank in loading a model that is on meta."""
-    find_sources = request.sources or (lambda index: model_tensors.sources_by_name(model, index))
-    sources = find_sources(files.index)
+    by_name = partial(model_tensors.sources_by_name, model, path=files.compared_by(rank))
+    sources = (request.sources or by_name)(files.index)
     requests = {
         name: _tensor_request(name, tensor, sources, grid, request)
         for name, tensor in model_tensors.distinct_meta_tensors(model).items()
@@ -136,7 +138,7 @@ def plan_on_all_ranks(
     def digest(result: P) -> str:
         return hashlib.sha256(plan_of(result).canonical_text().encode()).hexdigest()
 
-    result, digests = run_and_share(coor, work, digest)
+    result, digests = run_and_share(coor, work, digest, timings.TIMINGS.load_s)
     differ = [coor.ranks[n] for n, other in enumerate(digests) if other != digests[coor.rank]]
     if differ:
         raise DrumlineError(

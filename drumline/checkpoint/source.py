@@ -52,6 +52,10 @@ class CheckpointFiles:
         """The ranks that have no files."""
         return [rank for rank, reader in enumerate(self.readers) if reader != rank]
 
+    def compared_by(self, rank: int) -> Path | None:
+        """The path, on the one rank that compares tensors within the files for all."""
+        return self.path if rank == self.readers[0] else None
+
 
 @dataclass(frozen=True)
 class Checkpoint:

@@ -110,7 +110,10 @@ def _fill(model: nn.Module, placed: DeviceMap, coor: Coordinator, path: Path) ->
     has_files = coor.allgather_object(path.exists())
     readers = [rank if has else 0 for rank, has in enumerate(has_files)]
     files, _ = share_index(coor, path, lambda: readers)
-    pieces = run_on_all_ranks(coor, lambda: model_tensors.sources_by_name(model, files.index))
+    where = files.index, files.compared_by(coor.rank)
+    pieces = run_on_all_ranks(
+        coor, lambda: model_tensors.sources_by_name(model, *where), timings.TIMINGS.load_s
+    )
     names = model_tensors.tied_names(model)
     everywhere = {name: pieces[first] for first in names for name in names[first]}
     weight_map = WeightMap(everywhere, frozenset(), frozenset())

@@ -355,6 +355,10 @@ def damaged(folder, checkpoint, change):
         (lambda state: state.update(extra=torch.ones(1)), "extra"),
         (lambda state: state.update({"up.bias": torch.ones(9)}), "up.bias"),
         (lambda state: state.update({"embed.weight": torch.ones(16, 6)}), "embed.weight [16, 6]"),
+        (
+            lambda state: state.update({"head.weight": torch.ones(13, 6)}),
+            "embed.weight and head.weight are one",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused_on_every_rank(
@@ -363,6 +367,16 @@ def test_a_checkpoint_of_another_model_is_refused_on_every_rank(
     folder = damaged(tmp_path, checkpoint, change)
     found = ranks_or_errors(lambda info: loaded(folder, info, {"tp": 2}, reader="rank0"), 2)
     assert all(isinstance(one, CheckpointError) and says in str(one) for one in found), found
+
+
+def test_a_tie_that_is_stored_twice_with_one_value_is_loaded(ranks, checkpoint, tmp_path):
+    def change(state):
+        state["head.weight"] = state["embed.weight"].clone()
+
+    folder = damaged(tmp_path, checkpoint, change)
+    for model, _ in ranks(lambda info: loaded(folder, info, {"tp": 2}), 2):
+        assert model.head.weight is model.embed.weight
+        assert torch.equal(model.head.weight, state_of(checkpoint)["embed.weight"])
 
 
 def test_a_file_cut_short_is_refused_on_every_rank(ranks_or_errors, checkpoint, tmp_path):
