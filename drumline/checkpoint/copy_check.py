@@ -20,6 +20,7 @@ import torch
 
 from coordinator import Coordinator, CoordinatorError
 from drumline.checkpoint.safetensors_index import (
+    ComputedTensor,
     FileState,
     Index,
     StoredTensor,
@@ -74,8 +75,9 @@ def group_by_copy(identities: Sequence[str | None]) -> Copies:
 
 
 def are_equal(reader: TensorReader, one: StoredTensor, other: StoredTensor) -> bool:
-    """True if two stored tensors are the same to the byte."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+    """True if two tensors are stored and the same to the byte."""
+    kinds = [(type(stored), stored.dtype, stored.shape) for stored in (one, other)]
+    if kinds[0] != kinds[1] or isinstance(one, ComputedTensor):
         return False
     flat = [replace(stored, dtype="U8", shape=(stored.nbytes,)) for stored in (one, other)]
     blocks = split_into_blocks(flat[0].shape, BLOCK_NBYTES)

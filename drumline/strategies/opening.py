@@ -19,8 +19,9 @@ import torch
 from coordinator import Coordinator
 from drumline import timings
 from drumline.checkpoint.config_files import read_config, read_generation_config, remote_class
+from drumline.checkpoint.copy_check import are_equal
 from drumline.checkpoint.json_files import ADAPTER_FILE, gguf_path, read_json
-from drumline.checkpoint.safetensors_index import Index, read_index
+from drumline.checkpoint.safetensors_index import Index, TensorReader, read_index
 from drumline.checkpoint.shard_loader import assign_readers
 from drumline.checkpoint.source import (
     Checkpoint,
@@ -33,11 +34,11 @@ from drumline.checkpoint.source import (
 from drumline.contact.loading.configs import generation_settings_from_fields
 from drumline.contact.loading.hub import is_hub_id, local_folder
 from drumline.contact.loading.models import why_not_quantized
-from drumline.core.consistency import check_same, run_and_share, run_on_all_ranks
+from drumline.core.consistency import check_same, run_and_share
 from drumline.core.mesh import Mesh
 from drumline.errors import CheckpointError, DrumlineError, PlanError
 from drumline.planner.load_options import LoadOptions
-from drumline.planner.model_profile import model_class
+from drumline.planner.model_profile import build_on_meta, model_class
 
 T = TypeVar("T")
 
@@ -92,7 +93,13 @@ def open_checkpoint(
     maps = not (options.disable_mmap or options.shards_layers)  # shards are read, as documented
     files = replace(files, config=config, maps=maps)
     computes = options.dequantize or _has_to_keep(coor, files, options)
-    return run_on_all_ranks(coor, lambda: _described(files, generation, adapter, options, computes))
+    checkpoint, copies = run_and_share(
+        coor,
+        lambda: _described(files, generation, adapter, options, computes),
+        lambda described: _tied_copies(described) if files.compared_by(coor.rank) else [],
+        timings.TIMINGS.load_s,
+    )
+    return _without(checkpoint, copies[files.readers[0]])
 
 
 def _has_to_keep(coor: Coordinator, files: CheckpointFiles, options: LoadOptions) -> bool:
@@ -202,7 +209,34 @@ def describe_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
         config = read_config(path, options.adapter, options.trust_remote_code)
         files = CheckpointFiles(Path(path), read_index(path), (0,), config)
     has_to_keep = _is_quantized(files, options) and bool(why_not_quantized(files.config))
-    return _described(files, None, None, options, options.dequantize or has_to_keep)
+    checkpoint = _described(files, None, None, options, options.dequantize or has_to_keep)
+    return _without(checkpoint, _tied_copies(checkpoint))
+
+
+def _tied_copies(checkpoint: Checkpoint) -> list[str]:
+    """The stored matrices that equal those that the model ties them to, as transformers ties them.
+
+    Only the bytes tell them from a head that was trained apart, which is kept.
+    """
+    index, same = checkpoint.files.index, dict[str, str]()
+    first: dict[tuple[str, tuple[int, ...]], str] = {}
+    with TensorReader(checkpoint.files.path) as reader:
+        for name, stored in index.items():
+            if len(stored.shape) > 1 and not any(map(str.isdigit, name.split("."))):  # no layer's
+                one = first.setdefault((stored.dtype, stored.shape), name)
+                if one != name and are_equal(reader, stored, index[one]):
+                    same[name] = one
+    if not same:
+        return []
+    model = build_on_meta(checkpoint.kind, checkpoint.config, checkpoint.dtype)
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return [n for n, source in tied.items() if same.get(n, n) == same.get(source, source)]
+
+
+def _without(checkpoint: Checkpoint, names: Sequence[str]) -> Checkpoint:
+    """The checkpoint without these of its tensors."""
+    index = {name: stored for name, stored in checkpoint.files.index.items() if name not in names}
+    return replace(checkpoint, files=replace(checkpoint.files, index=index))
 
 
 def checkpoint_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:

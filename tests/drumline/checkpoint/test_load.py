@@ -31,9 +31,12 @@ from drumline.checkpoint.safetensors_index import TensorReader, read_index
 from drumline.core.consistency import check_same_on_all_ranks, run_on_all_ranks
 from drumline.core.shards import Region
 from drumline.errors import short_traceback
+from drumline.planner.load_options import LoadOptions
 from drumline.planner.model_profile import build_on_meta, profile_model
 from drumline.stages.stage_weights import fill
 from drumline.strategies import existing_model, pipeline_parallel
+from drumline.strategies.opening import describe_checkpoint
+from drumline.strategies.plan_inputs import sized_model
 from drumline.tensor_parallel import sharded_model
 from launcher import LaunchError, linux
 from launcher.runtime.rank_process import describe
@@ -144,22 +147,28 @@ def test_weights_that_stay_in_float32_are_planned_at_that_size(checkpoints, on_m
 def test_a_tied_head_that_is_stored_too_is_planned_as_it_is_loaded(
     checkpoints, on_master, tmp_path
 ):
-    """transformers ties no two weights that are both in the files; one was not counted."""
+    """transformers ties no two weights that are both in the files and differ; one that equals the
+    other was loaded beside it."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "tie_word_embeddings": True}
     _, path = checkpoints.make("tied llama", "LlamaForCausalLM", **sizes)
     shutil.copy(path / "config.json", tmp_path)
-    tensors = load_file(path / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
 
     def work(model):
         nbytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-        return nbytes, sum(model.device_map.nbytes.values())
+        own = model.lm_head.weight.clone()
+        return nbytes, sum(model.device_map.nbytes.values()), own
 
-    for folder in (path, tmp_path):
-        nbytes, planned = on_master(folder, 1, work)
-        assert planned == nbytes
+    wanted, *_ = on_master(path, 1, work)
+    for difference in (0, 1):
+        tensors = load_file(path / "model.safetensors")
+        head = tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + difference
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        nbytes, planned, found = on_master(tmp_path, 1, work)
+        described = describe_checkpoint(tmp_path, LoadOptions())
+        parts = sized_model(described, LoadOptions())[2]
+        assert planned == nbytes == parts.nbytes == wanted + difference * head.nbytes
+        assert torch.equal(found, head)
 
 
 def test_a_layer_is_not_split_where_the_model_names_only_its_attention(checkpoints):

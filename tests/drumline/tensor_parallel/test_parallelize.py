@@ -10,6 +10,7 @@ import types
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import drumline
@@ -205,8 +206,14 @@ def test_replicas_of_a_sharded_model_come_from_any_reader(ranks, family, reader)
     )
 
 
-def test_a_rank_without_files_loads_from_rank0(ranks, family, tmp_path):
+@pytest.mark.parametrize("holds_head", [False, True])
+def test_a_rank_without_files_loads_from_rank0(ranks, family, tmp_path, holds_head):
     plain, path = family("tied")
+    if holds_head:  # which is one tensor with the embedding, where the values are the same
+        path = shutil.copytree(path, tmp_path / "copy")
+        tensors = load_file(path / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
     def rank(info):
         with Coordinator(info, timeout_s=40) as coor:
