@@ -95,8 +95,7 @@ class Choice(Generation):
         self._echo()
         if self._max_tokens == 0:
             return True
-        if (logprob := self.sampler.logprob) is not None:
-            self._logprobs.append(logprob)
+        self._logprobs += filter(None, [self.sampler.logprob])
         self._num_held += 1
         self._add(self._detokenizer.add(token))
         return not self._detokenizer.is_stopped
@@ -106,6 +105,8 @@ class Choice(Generation):
             return self._stream.post(reason)
         if self.new_tokens:  # of which the first may have ended the sequence
             self._echo()
+            if self.new_tokens[-1] in self.end_tokens:  # which has a place among the logprobs alone
+                self._logprobs += filter(None, [self.sampler.logprob])
         try:
             text = self._detokenizer.flush()
             self._add(text, "stop" if self._detokenizer.is_stopped else reason)

@@ -297,6 +297,15 @@ def test_the_log_probabilities_of_a_prompt_are_those_of_one_pass(
         assert answer["usage"]["completion_tokens"] == 2 * max_tokens
 
 
+def test_the_token_that_ends_a_text_has_its_log_probability_too(service):
+    """Clients that leave out the last one, of the token behind a prompt, lost one of the prompt."""
+    ends = {"logit_bias": {"2": 100}, "logprobs": 1}
+    for fields, num in ({"echo": True, "max_tokens": 1}, 3 + 1), ({"echo": True}, 3 + 1), ({}, 1):
+        choice = ask(service, **ends, **fields)[1]["choices"][0]
+        assert choice["finish_reason"] == "stop" and choice["logprobs"]["tokens"][-1] == "end"
+        assert len(choice["logprobs"]["token_logprobs"]) == num
+
+
 def texts_of(service, tokens):
     return {service.tokenizer.decode([token]) for token in tokens}
 
