@@ -79,15 +79,19 @@ class CallList(PlainText):
 class TemplateParser(PlainText):
     """transformers' parser of a response template; text that it cannot parse is content.
 
-    As in the messages that it makes, texts have no white space around them.
+    As in the messages that it makes, texts have no white space around them, except one that the
+    prompt begins if the answer is_continued.
     """
 
     uses_special_tokens = True
 
-    def __init__(self, parser: Any, max_calls: int | None) -> None:
+    def __init__(self, parser: Any, max_calls: int | None, is_continued: bool) -> None:
         self._parser, self._max_calls, self._num_calls = parser, max_calls, 0
         self._unsent = ""  # text that is in no delta yet
         self._field, self._space = "", ""  # of the last text, and the white space at its end
+        for event in parser.initial_events if is_continued else ():
+            if event["type"] == "region_chunk":
+                self._deltas(event)
 
     def feed(self, text: str) -> list[Delta]:
         return self._parsed(text, is_end=False)
@@ -148,8 +152,10 @@ def message_parser(
         return CallList()
     if request.json_schema is not None or getattr(tokenizer, "response_template", None) is None:
         return PlainText()
-    parser = tokenizer.get_response_parser(prefix=tokenizer.decode(prompt), tools=request.tools)
-    return TemplateParser(parser, None if request.parallel_tool_calls else 1)
+    text = tokenizer.decode(prompt)
+    parser = tokenizer.get_response_parser(prefix=text, tools=request.tools)
+    is_continued = request.continue_final_message and text == text.rstrip()
+    return TemplateParser(parser, None if request.parallel_tool_calls else 1, is_continued)
 
 
 def merged(deltas: Iterable[Delta]) -> dict[str, Any]:

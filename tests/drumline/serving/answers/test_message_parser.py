@@ -16,13 +16,14 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 
 class Qwen(PreTrainedTokenizerFast):
-    """A tokenizer of one model family that has no template of its own."""
+    """A tokenizer of one model family that has no template of its own. begun: of the answer."""
 
-    def __init__(self):
+    def __init__(self, begun=""):
         self.response_template = response_template(self, model_type="qwen3")
+        self.prompt = PROMPT + begun
 
     def decode(self, tokens):
-        return PROMPT
+        return self.prompt
 
 
 def request(**fields):
@@ -78,6 +79,24 @@ def test_a_call_that_is_not_json_stays_text(seed):
     assert "tool_calls" not in message
     assert message["content"].startswith("well") and message["content"].endswith("then")
     assert "{'a': 1}" in message["content"]
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize(
+    ("begun", "text", "content"),
+    [
+        ("The capital is", " Paris ", " Paris"),
+        ("<think>\nhm\n</think>\n\nIt is", "\n\nParis", "\n\nParis"),
+        ("It is ", "Paris", "Paris"),
+        ("<think>\n\n</think>\n\n", " Paris", "Paris"),
+    ],
+)
+def test_the_space_behind_a_text_that_is_continued_is_part_of_the_answer(
+    seed, begun, text, content
+):
+    """The text and what continued it made one word."""
+    deltas = parsed(text, seed, Qwen(begun), continue_final_message=True)
+    assert merged(deltas)["content"] == content
 
 
 def test_a_request_may_have_one_call_at_most():
