@@ -23,6 +23,8 @@ class IncrementalDetokenizer:
 
     The text of a token depends on the tokens before it. Therefore each piece is decoded together
     with the piece before it, whose own text is then removed.
+
+    min_tokens: tokens whose text ends nothing.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class IncrementalDetokenizer:
         stop: tuple[str, ...] = (),
         prompt: Sequence[int] = (),
         skip_special_tokens: bool = True,
+        min_tokens: int = 0,
     ) -> None:
         self.tokenizer, self.stop = tokenizer, stop
         self._skip_special_tokens = skip_special_tokens
@@ -39,6 +42,7 @@ class IncrementalDetokenizer:
         if self.text_of(self._tokens).endswith(REPLACEMENT):
             self._tokens = []
         self._prefix_start, self._prefix_end = 0, len(self._tokens)  # the last decoded piece
+        self._num_unsearched = len(self._tokens) + min_tokens
         self._held_back = ""  # a possible beginning of a stop string
 
     def add(self, token: int) -> str:
@@ -68,9 +72,10 @@ class IncrementalDetokenizer:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=self._skip_special_tokens))
 
     def _before_stop(self, text: str) -> str:
-        text = self._held_back + text
-        starts = [start for stop in self.stop if (start := text.find(stop)) >= 0]
-        if starts:
+        num_searched, text = len(self._held_back), self._held_back + text
+        begin_at = (max(num_searched + 1 - len(stop), 0) for stop in self.stop)
+        starts = [start for start in map(text.find, self.stop, begin_at) if start >= 0]
+        if starts and len(self._tokens) > self._num_unsearched:
             self.is_stopped, self._held_back = True, ""
             return text[: min(starts)]
         beginnings = (stop[:end] for stop in self.stop for end in range(1, len(stop)))

@@ -74,7 +74,9 @@ class Choice(Generation):
         self._stream, self._index = stream, len(stream.generations)
         self._parser, self._max_tokens = parser, params.max_tokens
         skips = body.skip_special_tokens and not parser.uses_special_tokens
-        self._detokenizer = IncrementalDetokenizer(stream.tokenizer, params.stop, prompt, skips)
+        self._detokenizer = IncrementalDetokenizer(
+            stream.tokenizer, params.stop, prompt, skips, params.min_tokens
+        )
         self.num_reasoning = 0  # tokens
         self._token_s = 0.0  # when the last one came
         self._num_held, self._logprobs = 0, list[TokenLogprob]()  # of tokens that are in no piece

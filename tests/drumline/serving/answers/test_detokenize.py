@@ -18,9 +18,9 @@ class ByteTokenizer:
         return bytes(tokens).decode(errors="replace")
 
 
-def pieces_of(text, stop=()):
+def pieces_of(text, stop=(), min_tokens=0):
     """The text after each token, and at the end."""
-    detokenizer = IncrementalDetokenizer(ByteTokenizer(), stop)
+    detokenizer = IncrementalDetokenizer(ByteTokenizer(), stop, min_tokens=min_tokens)
     pieces = []
     for token in text.encode():
         pieces.append(detokenizer.add(token))
@@ -41,6 +41,19 @@ def test_the_text_ends_before_the_first_complete_stop_string(text, stop):
     complete = text[: min(ends)] if ends else text
     starts = [complete.find(string) for string in stop if string in complete]
     assert "".join(pieces_of(text, tuple(stop))) == complete[: min(starts, default=len(complete))]
+
+
+STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=3), max_size=3)
+
+
+@given(st.text(alphabet="ab", max_size=12), STOPS, st.integers(0, 6))
+def test_a_stop_string_ends_a_text_behind_its_first_tokens_alone(text, stop, min_tokens):
+    """min_tokens held for tokens that end a text, and not for strings."""
+    ends = range(min_tokens + 1, len(text) + 1)
+    end = next((end for end in ends if text[:end].endswith(tuple(stop))), None)
+    length = max((len(s) for s in stop if end and text[:end].endswith(s)), default=0)
+    wanted = text[:end].removesuffix(text[:end][-length:] if length else "")
+    assert "".join(pieces_of(text, tuple(stop), min_tokens)) == wanted
 
 
 def test_text_that_cannot_become_a_stop_string_is_not_held_back():
