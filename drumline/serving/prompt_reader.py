@@ -86,7 +86,7 @@ class PromptReader:
         except Exception as error:  # a template may raise any error for messages it rejects
             raise protocol.invalid_request(f"messages: {error}", "messages") from error
         if self._images is None:
-            return [self.text(text, add_special_tokens=False)]
+            return [self.text(text, add_special_tokens=body.add_special_tokens)]
         if not urls:
             return [self.text(text, add_special_tokens=not self._images.begins(text))]
         self._check_chars(text)

@@ -271,6 +271,7 @@ class ChatCompletionRequest(GenerationRequest):
     parallel_tool_calls: bool = True
     documents: list[dict[str, Any]] = []
     add_generation_prompt: bool = True
+    add_special_tokens: bool = False
     continue_final_message: bool = False
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
