@@ -319,11 +319,15 @@ class Service:
     async def _measured(
         self, stream: RequestStream, request: Request
     ) -> AsyncIterator[MessagePiece | None]:
+        num_open = len(stream.generations)
         async with contextlib.aclosing(stream.pieces(request)) as pieces:
             async for piece in pieces:
                 if piece is not None and (reason := piece.finish_reason):
+                    num_open -= 1
                     self.metrics.finished.labels(reason.replace("tool_calls", "stop")).inc()
                 yield piece
+        if num_open:  # the client has left
+            return
         request_s = time.monotonic() - stream.start
         usage = stream.usage()
         self.metrics.prompt_tokens.inc(usage["prompt_tokens"])

@@ -10,6 +10,7 @@ from contextlib import closing
 
 import pytest
 import torch
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 import drumline
@@ -72,6 +73,14 @@ def test_special_tokens_are_part_of_the_text_if_the_request_asks_for_them(servic
         for skip in (True, False)
     ]
     assert texts == [[], ["end", "end"]]
+
+
+def test_a_chat_has_the_tokenizers_own_beginning_if_the_request_asks_for_it(service, tokenizer):
+    """The field was refused, also with its default."""
+    beginning = processors.TemplateProcessing("begin $A", special_tokens=[("begin", 1)])
+    tokenizer.backend_tokenizer.post_processor = beginning
+    answers = [chat(service)] + [chat(service, add_special_tokens=wish) for wish in (False, True)]
+    assert [answer["usage"]["prompt_tokens"] for _, answer in answers] == [3, 3, 4]
 
 
 def test_arguments_of_a_call_reach_the_template_as_a_mapping(plain, service, tokenizer):
@@ -403,6 +412,20 @@ def test_pages_of_allowed_origins_may_send_requests_and_no_others(service):
     assert status == 405
     _, headers = headers_of(service, [(b"origin", origin)], origins=["*"])
     assert headers[b"access-control-allow-origin"] == b"*"
+
+
+def test_a_client_that_leaves_before_its_answer_has_no_place_among_the_times(service, monkeypatch):
+    """Each that had given up made the mean time to the first token shorter, by 0 s."""
+    checks = iter([False, True])
+
+    async def is_disconnected(_):
+        return next(checks)
+
+    monkeypatch.setattr(app.Request, "is_disconnected", is_disconnected)
+    ask(service, max_tokens=190)
+    text = service.metrics.exposition().decode()
+    for name in ("drumline_first_token_seconds_count", "drumline_request_seconds_count"):
+        assert f"{name} 0.0" in text
 
 
 def test_metrics_have_the_time_between_tokens_and_the_names_of_vllm(service):
