@@ -85,7 +85,7 @@ class Generation:
     on_token(token): called with each new token by a thread of the scheduler; returns whether to
     continue. sampler.logprob is then that token's.
     on_end(reason): called once, last: "stop", "length", "cancelled" or an exception.
-    on_cancel(): called by cancel(); a scheduler whose steps run elsewhere sets it.
+    on_cancel(): called by cancel(); a scheduler sets it.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Generation:
         self.sampler.replay(new_tokens)
 
     def cancel(self, reason: str | Exception = "cancelled") -> None:
-        """End with this reason at the next token, or before the first one."""
+        """End with this reason: at once if a scheduler has it, otherwise at the next token."""
         self.cancel_reason = self.cancel_reason or reason
         self.on_cancel()
 
@@ -215,6 +215,8 @@ class Scheduler:
         with self._lock:
             self.check_capacity(len(generations))
             new = dict(zip(self._ids, generations, strict=False))
+            for number, item in new.items():
+                item.on_cancel = functools.partial(self._cancel, number)
             self._open |= new
             try:
                 self._start(new)
@@ -226,6 +228,13 @@ class Scheduler:
     def _forget(self, number: int) -> None:
         """Compute a sequence no longer."""
         self._open.pop(number, None)
+
+    def _cancel(self, number: int) -> None:
+        """End a sequence without a client, which has no tokens to come while it waits."""
+        with self._lock:
+            if (item := self._open.get(number)) is not None:
+                item.end(item.cancel_reason or "cancelled")
+                self._forget(number)
 
     def _start(self, sequences: dict[int, Generation]) -> None:
         """Have these sequences run."""
@@ -413,7 +422,8 @@ class BatchScheduler(Scheduler):
 
     def _forget(self, number: int) -> None:
         super()._forget(number)
-        if batch := self._batch_of.pop(number, None):
+        self._batch_of.pop(number, None)
+        for batch in self._batches:
             batch.cancel_request(str(number))
 
     def _run(self, batch: Any) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from drumline.errors import DrumlineError, PeerLost
@@ -50,8 +49,6 @@ class RemoteScheduler(Scheduler):
         return self._reported[1] if self.num_running else 0.0
 
     def _start(self, sequences: dict[int, Generation]) -> None:
-        for number, item in sequences.items():
-            item.on_cancel = partial(self._cancel, number)
         if self._send is not None and sequences:
             self._send({"start": [_to_message(*pair) for pair in sequences.items()]})
 
@@ -59,13 +56,6 @@ class RemoteScheduler(Scheduler):
         super()._forget(number)
         if self._send is not None:
             self._send({"cancel": number})
-
-    def _cancel(self, number: int) -> None:
-        """End a sequence without a client, which has no tokens to come while its prompt is long."""
-        with self._lock:
-            if (item := self._open.get(number)) is not None:
-                item.end(item.cancel_reason or "cancelled")
-                self._forget(number)
 
     def receive(self, message: Message) -> None:
         """Take a token of a sequence, or the error that ends it."""

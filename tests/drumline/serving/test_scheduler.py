@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import time
 import types
 
 import pytest
@@ -273,6 +274,47 @@ def test_a_step_that_fails_ends_its_own_sequences_and_the_next_ones_run(plain, l
         submit(scheduler, *clients, waiting := Client([5, 6, 7]))
         assert waiting.tokens() == alone(plain, [5, 6, 7])
         assert isinstance(clients[0].reason, MemoryError)
+
+
+@pytest.mark.parametrize("has_pages", [True, False])
+def test_a_client_that_leaves_while_it_waits_leaves_the_queue_at_once(
+    loaded, monkeypatch, has_pages
+):
+    """It kept its place there until another had ended, so that new ones were refused."""
+
+    def refuse(*_, **__):
+        raise ValueError("no pages")
+
+    if not has_pages:
+        monkeypatch.setattr(scheduler_module, "tried_manager", refuse)
+    limits = ServingLimits(max_length=2000, max_running=1, max_waiting=1)
+    with scheduling(loaded, limits) as (scheduler, _):
+        (first,) = submit(scheduler, Client([5], ENDLESS))
+        assert first.has_begun.wait(60)
+        for _ in range(3):
+            (waiting,) = submit(scheduler, Client([6]))
+            waiting.sequence.cancel()
+            assert waiting.reason == "cancelled"
+        assert not first.has_ended.is_set() and scheduler.num_waiting == 0
+
+
+def test_a_cancel_that_a_batch_hears_of_before_its_sequence_is_not_lost(loaded, monkeypatch):
+    """The sequence was computed to the length that the batch has pages for."""
+    with scheduling(loaded) as (scheduler, sizes):
+        (batch,), lost = scheduler._batches, []
+        cancel = batch.cancel_request
+
+        def lose_the_first(name):
+            return cancel(name) if lost else lost.append(name)
+
+        monkeypatch.setattr(batch, "cancel_request", lose_the_first)
+        (client,) = submit(scheduler, Client([5], ENDLESS))
+        assert client.has_begun.wait(60)
+        client.sequence.cancel()
+        while batch.num_running:
+            assert len(sizes) < 1000
+            time.sleep(0.01)
+    assert lost and client.reason == "cancelled"
 
 
 @pytest.mark.parametrize("family", ["gemma3n", "mamba", soak("opt")])
