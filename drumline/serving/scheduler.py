@@ -428,19 +428,23 @@ class BatchScheduler(Scheduler):
 
     def _run(self, batch: Any) -> None:
         """Run a batch until it is stopped; anew after a step that failed."""
-        while self._closed_by is None:
-            try:
-                for _ in batch:  # the tokens are there already
-                    pass
-            except PeerLost as error:
-                self.fail(error)
-            except Exception as error:
-                self._start_again(batch, error)
+        try:
+            while self._closed_by is None:
+                try:
+                    for _ in batch:  # the tokens are there already
+                        pass
+                except PeerLost:
+                    raise
+                except Exception as error:
+                    self._start_again(batch, error)
+        except Exception as error:
+            self.fail(error if isinstance(error, PeerLost) else PeerLost(str(error)))
 
     def _start_again(self, batch: Any, error: Exception) -> None:
         """End the sequences of the step that failed, and go on with the others.
 
         If no step could be made, as the longest sequence needs more pages than there are, that one.
+        Raises DrumlineError if there is none.
         """
         with self._lock:
             numbers = [n for n, owner in self._batch_of.items() if owner is batch]
@@ -460,7 +464,7 @@ class BatchScheduler(Scheduler):
                     if number in self._batch_of:
                         self._add(number, batch)
         if not failed:
-            self.fail(PeerLost(str(error)))
+            raise error
 
 
 def _stop(batch: Any) -> None:

@@ -375,6 +375,7 @@ class PagedManager(Manager):  # type: ignore[misc]
 
     def _create_batch_processor(self) -> Any:
         """As transformers does it, with tables whose size comes from the memory of all ranks."""
+        self.names_in_step = []
         self.ranks.check_there()
         self.ranks.use_attention(self, self._attention)  # released if it was stopped before
         try:

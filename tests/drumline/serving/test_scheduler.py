@@ -15,6 +15,7 @@ from drumline.contact.batching.paced_scheduler import (
     Pace,
     part_of_step,
 )
+from drumline.errors import PeerLost
 from drumline.pipeline.paged_generation import BatchedRanks
 from drumline.serving import scheduler as scheduler_module
 from drumline.serving.http_server import limits_for
@@ -274,6 +275,31 @@ def test_a_step_that_fails_ends_its_own_sequences_and_the_next_ones_run(plain, l
         submit(scheduler, *clients, waiting := Client([5, 6, 7]))
         assert waiting.tokens() == alone(plain, [5, 6, 7])
         assert isinstance(clients[0].reason, MemoryError)
+
+
+@pytest.mark.parametrize("name", ["num_blocks", "start"])
+def test_a_batch_that_cannot_be_made_anew_is_the_end_of_all(loaded, monkeypatch, name):
+    """It was started again for ever, or its thread ended and all that came waited for ever."""
+
+    def fail(*_):
+        raise RuntimeError("the accelerator is lost")
+
+    def fail_once(*_):
+        hook.remove()
+        monkeypatch.setattr(BatchedRanks if name == "num_blocks" else batch, name, fail)
+        fail()
+
+    losses, limits = [], ServingLimits(max_length=2000, max_running=2)
+    with contextlib.closing(BatchScheduler(loaded, limits, losses.append)) as scheduler:
+        (batch,) = scheduler._batches
+        hook = loaded.register_forward_pre_hook(fail_once)
+        clients = submit(scheduler, *(Client([5 + number], ENDLESS) for number in range(4)))
+        assert all(client.has_ended.wait(20) for client in clients)
+        for thread in scheduler._threads:
+            thread.join(20)
+        assert "accelerator is lost" in str(losses[0]) and len(losses) == 1
+        with pytest.raises(PeerLost):
+            submit(scheduler, Client([5]))
 
 
 @pytest.mark.parametrize("has_pages", [True, False])
