@@ -387,9 +387,9 @@ class BatchScheduler(Scheduler):
         self._batch_of[number] = batch
         try:
             batch.add_request(self._open[number].tokens, str(number))
-        except Exception:
-            if batch.failure is None:  # otherwise _start_again() adds it
-                raise
+        except Exception as error:
+            if batch.failure is None and not isinstance(error, DrumlineError):
+                raise  # otherwise the batch fails, and _start_again() adds it
 
     def _choose(
         self, names: list[str], names_with_token: list[str], logits: torch.Tensor
@@ -459,6 +459,7 @@ class BatchScheduler(Scheduler):
                     self._leave_if_over(number)
             _stop(batch)
             if failed and self._closed_by is None:
+                batch.input_queue.queue.clear()  # of what came as the step failed
                 batch.start()
                 for number in numbers:
                     if number in self._batch_of:

@@ -15,7 +15,7 @@ from drumline.contact.batching.paced_scheduler import (
     Pace,
     part_of_step,
 )
-from drumline.errors import PeerLost
+from drumline.errors import DrumlineError, PeerLost
 from drumline.pipeline.paged_generation import BatchedRanks
 from drumline.serving import scheduler as scheduler_module
 from drumline.serving.http_server import limits_for
@@ -275,6 +275,40 @@ def test_a_step_that_fails_ends_its_own_sequences_and_the_next_ones_run(plain, l
         submit(scheduler, *clients, waiting := Client([5, 6, 7]))
         assert waiting.tokens() == alone(plain, [5, 6, 7])
         assert isinstance(clients[0].reason, MemoryError)
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_sequence_that_comes_while_a_step_fails_runs_in_the_next_ones(
+    plain, loaded, monkeypatch, is_taken
+):
+    """Its submit() raised, or nobody computed it, or two did. is_taken: if it comes between the
+    look at the batch and the place in its queue."""
+
+    def fail_once(*_):
+        hook.remove()
+        raise MemoryError("no memory for this step")
+
+    with scheduling(loaded) as (scheduler, _):
+        (batch,), raised, late = scheduler._batches, [], Client([5, 6, 7])
+        end_all = batch._fail_all_remaining_requests
+
+        def submit_late(*arguments):
+            end_all(*arguments)
+            monkeypatch.undo()
+            status = batch.background_thread_status
+            try:
+                with monkeypatch.context() as patch:
+                    if is_taken:
+                        patch.setattr(status, "can_accept_new_requests", lambda: None)
+                    submit(scheduler, late)
+            except DrumlineError as error:
+                raised.append(error)
+
+        monkeypatch.setattr(batch, "_fail_all_remaining_requests", submit_late)
+        hook = loaded.register_forward_pre_hook(fail_once)
+        (first,) = submit(scheduler, Client([5], ENDLESS))
+        assert first.has_ended.wait(60) and isinstance(first.reason, MemoryError)
+        assert late.tokens() == alone(plain, [5, 6, 7]) and not raised
 
 
 @pytest.mark.parametrize("name", ["num_blocks", "start"])
