@@ -12,6 +12,7 @@ prompts with images.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -274,7 +275,8 @@ class BatchScheduler(Scheduler):
         self.vocabulary = model.get_input_embeddings().num_embeddings
         self._model, self._chunk = model, limits.max_length
         self._alone = ThreadPoolExecutor(1)  # for what has passes of its own
-        self._batch_of: dict[int, Any] = {}
+        self._waiting, self._batch_of = collections.deque[int](), dict[int, Any]()
+        self._num_places = -(-limits.max_running // limits.num_batches)  # of each batch
         self._batches = self._made_batches(model)
         self._threads = [threading.Thread(target=self._run, args=(b,)) for b in self._batches]
         for batch, thread in zip(self._batches, self._threads, strict=True):
@@ -303,7 +305,7 @@ class BatchScheduler(Scheduler):
             share=1 / limits.num_batches,
             tokens_beside=beside,
             page_size=PAGE_SIZE,
-            max_requests_per_batch=-(-limits.max_running // limits.num_batches),
+            max_requests_per_batch=self._num_places,
             max_batch_tokens=limits.max_running + alone,
         )
         try:
@@ -337,8 +339,18 @@ class BatchScheduler(Scheduler):
             elif not self._batches or item.inputs:
                 self._alone.submit(self._compute_alone, number, item, self._generate)
             else:
-                loads = [*self._batch_of.values()]
-                self._add(number, min(self._batches, key=loads.count))
+                self._waiting.append(number)
+        self._fill_places()
+
+    def _fill_places(self) -> None:
+        """Add sequences that wait to the batches that have places for them."""
+        while self._waiting:
+            loads = [*self._batch_of.values()]
+            batch = min(self._batches, key=loads.count)
+            if loads.count(batch) >= self._num_places:
+                return
+            if (number := self._waiting.popleft()) in self._open:
+                self._add(number, batch)
 
     def _compute_alone(
         self, number: int, item: Generation, compute: Callable[[int, Generation], None]
@@ -425,6 +437,7 @@ class BatchScheduler(Scheduler):
         self._batch_of.pop(number, None)
         for batch in self._batches:
             batch.cancel_request(str(number))
+        self._fill_places()
 
     def _run(self, batch: Any) -> None:
         """Run a batch until it is stopped; anew after a step that failed."""
@@ -447,11 +460,10 @@ class BatchScheduler(Scheduler):
         Raises DrumlineError if there is none.
         """
         with self._lock:
-            numbers = [n for n, owner in self._batch_of.items() if owner is batch]
             failed = [*map(int, batch.names_in_step)]
             if not failed:
-                still_open = [number for number in numbers if number in self._open]
-                failed = sorted(still_open, key=lambda number: len(self._open[number].tokens))[-1:]
+                own = [n for n in self._open if self._batch_of.get(n) is batch]
+                failed = sorted(own, key=lambda number: len(self._open[number].tokens))[-1:]
                 error = DrumlineError(f"rank 0: no step can be made any longer: {error}")
             for number in failed:
                 if number in self._open:
@@ -461,8 +473,8 @@ class BatchScheduler(Scheduler):
             if failed and self._closed_by is None:
                 batch.input_queue.queue.clear()  # of what came as the step failed
                 batch.start()
-                for number in numbers:
-                    if number in self._batch_of:
+                for number, owner in self._batch_of.items():
+                    if owner is batch:
                         self._add(number, batch)
         if not failed:
             raise error

@@ -193,6 +193,17 @@ def test_one_sequence_at_a_time_has_all_pages_whatever_the_number_of_ranks():
     assert [limits_for(model, 100, most, 9).num_batches for most in (1, 2, 8)] == [1, 2, 3]
 
 
+def test_a_sequence_that_waits_gets_the_first_place_of_any_batch(plain, loaded):
+    """Each waited for a batch of its own: one behind long texts, while the other had none."""
+    limits = ServingLimits(max_length=2000, max_running=2, num_batches=2)
+    with scheduling(loaded, limits) as (scheduler, _):
+        clients = [Client([5], ENDLESS), *(Client([5, 6, 7 + number]) for number in range(6))]
+        submit(scheduler, *clients)
+        texts = [client.tokens() for client in clients[1:]]
+        assert not clients[0].has_ended.is_set()
+    assert texts == [alone(plain, [5, 6, 7 + number]) for number in range(6)]
+
+
 def test_of_sequences_that_cannot_all_be_started_none_is_left(loaded, monkeypatch):
     """Those that were ran for nobody, and the others stayed in the queue for ever."""
     with scheduling(loaded) as (scheduler, _):
