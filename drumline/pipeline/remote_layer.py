@@ -75,7 +75,8 @@ class RemoteModule:
         spec = self.driver.specs[pytree.flatten([args, kwargs], leaves, number_of)]
         if leaves.caches and leaves.tensors and type(leaves.tensors[0]) is LazyUnknownShape:
             leaves.tensors[0].fetch()  # its tokens are to be counted into a cache
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in leaves.tensors):
+        here = [tensor for tensor in leaves.tensors if not isinstance(tensor, LazyTensor)]
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in here):
             self.driver.context.loses_gradient = True
         calls, run = self.driver.calls.begin_run(self.rank, spec, leaves, args, kwargs)
         hidden = leaves.tensors[0] if leaves.tensors else None

@@ -497,6 +497,25 @@ def test_what_a_layer_hands_on_is_here_for_each_of_several_threads(checkpoints, 
     assert on_master(path, 2, work, device_map={"": 0, **blocks}) == work(plain)
 
 
+def test_what_layers_hand_on_is_not_asked_for_its_gradient(checkpoints, on_master):
+    """A pass with gradients behind some without was an error: it fetched what nothing had read."""
+    plain, path = checkpoints.make("t5", ENCODER_DECODERS["t5"][0], **ENCODER_DECODERS["t5"][1])
+    ids = prompt()["input_ids"][:1]
+
+    def logits(model: Any) -> torch.Tensor:
+        return model(input_ids=ids, decoder_input_ids=ids, use_cache=False).logits.detach()
+
+    def work(model: Any) -> Any:
+        with torch.no_grad():
+            for _ in range(4):
+                logits(model)
+        return logits(model)
+
+    places = {"": 0, **{f"decoder.block.{n}": 1 for n in range(4)}}
+    found = on_master(path, 2, work, device_map=places)
+    torch.testing.assert_close(found, work(plain), atol=1e-3, rtol=1e-3)
+
+
 def test_logits_of_routers_are_refused_where_some_would_be_missing(checkpoints, on_master):
     plain, path = checkpoints.make("mixtral", CAUSAL["mixtral"][0], **CAUSAL["mixtral"][1])
 
