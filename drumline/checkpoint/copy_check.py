@@ -75,13 +75,23 @@ def group_by_copy(identities: Sequence[str | None]) -> Copies:
 
 
 def are_equal(reader: TensorReader, one: StoredTensor, other: StoredTensor) -> bool:
-    """True if two tensors are stored and the same to the byte."""
+    """True if two tensors are stored and the same to the byte; not where their file is a hole."""
     kinds = [(type(stored), stored.dtype, stored.shape) for stored in (one, other)]
-    if kinds[0] != kinds[1] or isinstance(one, ComputedTensor):
+    if kinds[0] != kinds[1] or isinstance(one, ComputedTensor) or _is_hole(reader.path, one):
         return False
     flat = [replace(stored, dtype="U8", shape=(stored.nbytes,)) for stored in (one, other)]
     blocks = split_into_blocks(flat[0].shape, BLOCK_NBYTES)
     return all(torch.equal(*(reader.box(stored, at) for stored in flat)) for at in blocks)
+
+
+def _is_hole(path: Path, stored: StoredTensor) -> bool:
+    """True of a tensor of which only the header was written, as of the Hub's for a plan."""
+    last = stored.offset + stored.nbytes - 1
+    with open(path_of(path, stored.file), "rb") as file:
+        try:
+            return os.lseek(file.fileno(), last, os.SEEK_DATA) != last
+        except OSError as error:
+            return error.errno == errno.ENXIO  # no data up to the end
 
 
 class PassingReader(TensorReader):

@@ -201,8 +201,13 @@ def read_descriptions(path: str | Path, config: Any) -> bytes:
     return json.dumps([fields, generation]).encode()
 
 
-def describe_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
-    """The checkpoint as open_checkpoint finds it, for this process alone."""
+def describe_checkpoint(
+    path: str | Path, options: LoadOptions, compares: bool = True
+) -> Checkpoint:
+    """The checkpoint as open_checkpoint finds it, for this process alone.
+
+    compares: read tied weights that are stored twice, to leave out the copies.
+    """
     if file := gguf_path(path, options.gguf_file):
         files: CheckpointFiles = weight_format("gguf_file").open_gguf(file)
     else:
@@ -210,7 +215,7 @@ def describe_checkpoint(path: str | Path, options: LoadOptions) -> Checkpoint:
         files = CheckpointFiles(Path(path), read_index(path), (0,), config)
     has_to_keep = _is_quantized(files, options) and bool(why_not_quantized(files.config))
     checkpoint = _described(files, None, None, options, options.dequantize or has_to_keep)
-    return _without(checkpoint, _tied_copies(checkpoint))
+    return _without(checkpoint, _tied_copies(checkpoint) if compares else [])
 
 
 def _tied_copies(checkpoint: Checkpoint) -> list[str]:

@@ -35,7 +35,7 @@ def read_generator(path: str | Path, num_tokens: int = 0, **options: Any) -> Any
 
     Raises DrumlineError for one that does not, or has fewer positions.
     """
-    checkpoint = describe_checkpoint(path, LoadOptions(**options))
+    checkpoint = describe_checkpoint(path, LoadOptions(**options), compares=False)
     config, kind = checkpoint.config, checkpoint.kind
     if not kind.can_generate():
         raise DrumlineError(
@@ -58,10 +58,7 @@ def read_model_tokenizer(path: str | Path, **options: Any) -> Any:
 
 
 def read_model_processor(path: str | Path, **options: Any) -> Any:
-    """The processor of a model for images; None if it takes none. options: of `load`.
-
-    Raises ImportError if it needs a package that is not installed.
-    """
+    """The processor of a model for images; None if it takes none. options: of `load`."""
     return read_processor(path, LoadOptions(**options).trust_remote_code)
 
 

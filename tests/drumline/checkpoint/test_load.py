@@ -170,6 +170,13 @@ def test_a_tied_head_that_is_stored_too_is_planned_as_it_is_loaded(
         assert planned == nbytes == parts.nbytes == wanted + difference * head.nbytes
         assert torch.equal(found, head)
 
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    with open(tmp_path / "model.safetensors", "wb") as file:  # as a plan has the Hub's
+        file.write(whole[: 8 + int.from_bytes(whole[:8], "little")])
+        file.truncate(len(whole))
+    described = describe_checkpoint(tmp_path, LoadOptions())
+    assert sized_model(described, LoadOptions())[2].nbytes == wanted + head.nbytes
+
 
 def test_a_layer_is_not_split_where_the_model_names_only_its_attention(checkpoints):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
