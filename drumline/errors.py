@@ -93,7 +93,7 @@ def _passed_a_script(error: DrumlineError) -> bool:
 
 
 @contextlib.contextmanager
-def blamed_on_file(describe: Callable[[Exception], Exception]) -> Iterator[None]:
+def blamed_on_file(describe: Callable[[Exception], DrumlineError]) -> Iterator[None]:
     """Within, what a parser of another library raises becomes the error of the file that it reads.
 
     For transformers and tokenizers alone, once our own bounds were checked: they have no exception

@@ -106,21 +106,16 @@ def read_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
 
 
 def read_processor(path: str | Path, trust_remote_code: bool = False) -> Any:
-    """The processor of a checkpoint, for images beside text; None if it has none for them.
-
-    Raises ImportError if it needs a package that is not installed.
-    """
+    """The processor of a checkpoint, for images beside text; None if it has none for them."""
     folder = Path(path)
     if not any((folder / name).exists() for name in PROCESSOR_FILES):
         return None
 
-    def describe(error: Exception) -> Exception:
-        if isinstance(error, ImportError):
-            return ImportError(str(error).strip().partition("\n")[0])
+    def describe(error: Exception) -> CheckpointError:
         return CheckpointError(
             f"{folder} has files of a processor that cannot be used "
-            f"({textwrap.shorten(str(error), 300)}), so images could not be read; copy them "
-            "again, or remove " + " and ".join(PROCESSOR_FILES) + "."
+            f"({textwrap.shorten(str(error), 300)}), so images cannot be read; install what it "
+            "names, or copy the files again."
         )
 
     with blamed_on_file(describe):

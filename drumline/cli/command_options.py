@@ -116,8 +116,9 @@ def _bench(options: argparse.Namespace) -> None:
 def _serve(options: argparse.Namespace) -> None:
     _check_model(options)
     names = (
-        *("host", "port", "max_length", "max_running", "max_waiting", "dtype", "device_map", "tp"),
-        *("served_model_name", "chat_template", "log_requests", "allowed_origins"),
+        *("host", "port", "max_length", "max_running", "max_waiting", "prompt_lookup", "dtype"),
+        *("device_map", "tp", "served_model_name", "chat_template", "log_requests"),
+        "allowed_origins",
     )
     settings = _settings(options, *names)
     settings |= {"model_path": options.model, "key_file": options.api_key_file}
@@ -414,6 +415,12 @@ _SERVE_OPTIONS = (
     _count("--restarts", "times that ranks are started again after one died", 0, low=0),
     _count("--max-running", "sequences generated at the same time", 16),
     _count("--max-waiting", "sequences that may wait for their turn", 64),
+    _count(
+        "--prompt-lookup",
+        "tokens to try at a time, of what its text repeats, while a single request runs",
+        0,
+        low=0,
+    ),
     _PATIENCE,
 )
 _TOP_OPTIONS = (

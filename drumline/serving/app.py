@@ -39,8 +39,9 @@ from drumline.serving.answers.responses import ItemBuilder, parse_as_chat
 from drumline.serving.front.remote_scheduler import RemoteScheduler
 from drumline.serving.grammar import GrammarCompiler
 from drumline.serving.image_reader import ImageReader
+from drumline.serving.one_by_one import Prompt
 from drumline.serving.prompt_reader import PromptReader, Prompts
-from drumline.serving.scheduler import BatchScheduler, Prompt, Scheduler, ServingLimits
+from drumline.serving.scheduler import BatchScheduler, Scheduler, ServingLimits
 from drumline.serving.status import StatusReport
 
 log = logging.getLogger("drumline.requests")

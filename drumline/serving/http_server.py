@@ -52,9 +52,10 @@ class ServerSettings:
     host: the address to listen on. Any but a loopback address requires key_file, a file with the
     key that clients send. port: 0 takes a free one; the first line that is printed names it.
     memory: of each rank. max_length: tokens of a prompt with its completion. max_running,
-    max_waiting: prompts at a time. dtype, device_map, tp: as in load(). served_model_name: what
-    requests call the model; the name of its folder if not given. chat_template: a file with a Jinja
-    template, or the template itself. log_requests: a line of the log for each request.
+    max_waiting: prompts at a time. prompt_lookup: see ServingLimits. dtype, device_map, tp: as in
+    load(). served_model_name: what requests call the model; the name of its folder if not given.
+    chat_template: a file with a Jinja template, or the template itself. log_requests: a line of the
+    log for each request.
     allowed_origins: of pages in browsers that may send requests. load_options: others of load().
     """
 
@@ -66,6 +67,7 @@ class ServerSettings:
     max_length: int | None = None
     max_running: int = 16
     max_waiting: int = 64
+    prompt_lookup: int = 0
     dtype: str | None = None
     device_map: str = "auto"
     tp: int | None = None
@@ -126,7 +128,7 @@ def serve(model_path: str, *arguments: Any, **options: Any) -> None:
             assert endpoint is not None  # the other ranks never leave load()
             from drumline.serving.app import Service
 
-            limits = limits_for(model, length, settings.max_running, settings.max_waiting)
+            limits = limits_for(model, length, settings)
             own = {"sampling": endpoint.sampling, "images": endpoint.images}
             service = Service(settings.names, model, endpoint.tokenizer, limits, coor.peers, **own)
             # A host that does not answer may recover: an error of the calls that wait for it.
@@ -171,10 +173,13 @@ class Endpoint:
         return cls(tokenizer, _bound(settings.host, settings.port), key, length, sampling, images)
 
 
-def limits_for(model: Any, max_length: int, max_running: int, max_waiting: int) -> ServingLimits:
+def limits_for(model: Any, max_length: int, settings: ServerSettings) -> ServingLimits:
     """The limits, with as many batches at a time as keep every rank busy, each for a sequence."""
-    num_batches = min(len(model.device_map.ranks), max_running)
-    return ServingLimits(max_length, max_running, max_waiting, num_batches)
+    num_batches = min(len(model.device_map.ranks), settings.max_running)
+    own = {
+        name: getattr(settings, name) for name in ("max_running", "max_waiting", "prompt_lookup")
+    }
+    return ServingLimits(max_length, num_batches=num_batches, **own)
 
 
 def _image_reader(folder: str | Path, tokenizer: Any, options: Mapping[str, Any]) -> Any:
@@ -183,12 +188,12 @@ def _image_reader(folder: str | Path, tokenizer: Any, options: Mapping[str, Any]
 
     try:
         processor = read_model_processor(folder, **options)
-    except ImportError as error:
+    except CheckpointError as error:
         log.warning("rank 0: requests with images will be refused: %s", error)
         return None
     if processor is None:
         return None
-    tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
+    tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
     return ImageReader(processor)
 
 

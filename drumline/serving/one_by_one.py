@@ -1,20 +1,21 @@
 """One sequence by itself, for models and prompts that cannot be batched over pages.
 
-generate_alone(model, [1, 5, 9], choose, has_ended)
+generate_alone(model, Prompt([1, 5, 9]), choose, has_ended)
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from drumline.contact import safetensors_api
+from drumline.contact.caches import is_cache
 from drumline.contact.loading.configs import generation_settings
+from drumline.serving.sampling import TokenLogprob
 
 ENDLESS = 1 << 30  # tokens, which no sequence gets
 
@@ -30,28 +31,93 @@ def inputs_from_text(text: str) -> dict[str, torch.Tensor]:
     return safetensors_api.from_bytes(base64.b64decode(text)) if text else {}
 
 
+class Prompt(list[int]):
+    """The tokens of a prompt. inputs: see inputs_to_text()."""
+
+    def __init__(self, tokens: Iterable[int], inputs: str = "") -> None:
+        super().__init__(tokens)
+        self.inputs = inputs
+
+
 def generate_alone(
     model: Any,
-    tokens: Sequence[int],
+    prompt: Prompt,
     choose: Callable[[torch.Tensor], list[int]],
     has_ended: Callable[[], bool],
-    inputs: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> None:
-    """Generate behind the tokens until has_ended(). Raises what generate() raises.
+    """Generate behind the prompt until has_ended(). Raises what generate() raises.
 
-    choose(logits): the next token, by itself in a list. logits: [1, vocabulary]. inputs: of the
-    images in the tokens.
+    choose(logits): the next token, by itself in a list. logits: [1, vocabulary].
     """
-    row = torch.tensor([tokens], device=model.device)
-    no_token = model.get_input_embeddings().num_embeddings
-    settings = generation_settings(
-        max_new_tokens=ENDLESS, do_sample=False, pad_token_id=0, eos_token_id=no_token
-    )
 
     def chosen(_: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """All logits -inf but that of the token that was chosen."""
         token = torch.tensor(choose(logits), device=logits.device)
         return torch.full_like(logits, -torch.inf).index_fill_(1, token, 0)
+
+    _generate(model, prompt, has_ended, {}, logits_processor=[chosen])
+
+
+def generate_ahead(
+    model: Any,
+    tokens: Sequence[int],
+    num_ahead: int,
+    take: Callable[[int], Any],
+    has_ended: Callable[[], bool],
+) -> None:
+    """Generate greedily behind the tokens until has_ended(), in fewer passes where the text repeats
+    itself: each tries up to num_ahead tokens that followed the last ones before.
+
+    take(token): called with each token, in their order. Raises what generate() raises.
+    """
+    streamer = _Tokens(take)
+    settings = {"prompt_lookup_num_tokens": num_ahead}
+    _generate(model, Prompt(tokens), has_ended, settings, streamer=streamer)
+
+
+@torch.no_grad()
+def score_prompt(
+    model: Any, tokens: Sequence[int], num_top: int, chunk: int
+) -> tuple[torch.Tensor, list[TokenLogprob]]:
+    """The logits behind the tokens, [vocabulary], and the log-probabilities of all but the first,
+    by passes of at most `chunk` tokens. num_top: as TokenLogprob.of() takes it."""
+    cache: dict[str, Any] = {}
+    logits, scores = torch.empty(0), []
+    for start in range(0, len(tokens), chunk):
+        row = torch.tensor([tokens[start : start + chunk]], device=model.device)
+        output = model(input_ids=row, use_cache=len(tokens) > chunk, **cache)
+        cache = {name: value for name, value in output.items() if is_cache(value)}
+        logits = output.logits[0]
+        for place, token in enumerate(tokens[start + 1 : start + len(logits) + 1]):
+            scores.append(TokenLogprob.of(token, logits[place], num_top))
+    return logits[-1], scores
+
+
+class _Tokens:
+    """Passes new tokens on, as a streamer that generate() is given."""
+
+    def __init__(self, take: Callable[[int], Any]) -> None:
+        self._take, self._has_prompt = take, False
+
+    def put(self, tokens: torch.Tensor) -> None:
+        for token in tokens.flatten().tolist() if self._has_prompt else ():
+            self._take(token)
+        self._has_prompt = True
+
+    def end(self) -> None:
+        """Nothing: the criterion of the end knows."""
+
+
+def _generate(
+    model: Any,
+    prompt: Prompt,
+    has_ended: Callable[[], bool],
+    settings: Mapping[str, Any],
+    **options: Any,
+) -> None:
+    row, inputs = torch.tensor([prompt], device=model.device), inputs_from_text(prompt.inputs)
+    no_token = model.get_input_embeddings().num_embeddings
+    endless = {"max_new_tokens": ENDLESS, "eos_token_id": no_token, "pad_token_id": 0}
 
     def is_over(row: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return torch.tensor([has_ended()], device=row.device)
@@ -59,10 +125,10 @@ def generate_alone(
     model.generate(
         row,
         attention_mask=torch.ones_like(row),
-        generation_config=settings,
-        logits_processor=[chosen],
+        generation_config=generation_settings(do_sample=False, **endless, **settings),
         stopping_criteria=[is_over],
         **{name: _as_input(name, value, row, model.dtype) for name, value in inputs.items()},
+        **options,
     )
 
 

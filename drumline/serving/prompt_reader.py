@@ -20,6 +20,8 @@ from drumline.serving import protocol
 from drumline.serving.image_reader import ImageReader
 from drumline.serving.scheduler import Scheduler
 
+PROBE = "drumline"  # a text of a message
+
 Prompts = list[list[int]]
 """The tokens of each."""
 
@@ -75,22 +77,31 @@ class PromptReader:
         if urls and self._images is None:
             text = f"messages: {self._name!r} is served without images; send text alone."
             raise protocol.invalid_request(text, "messages")
-        in_parts = self._images is not None  # as templates of such models need not take texts
+        in_parts = self._images is not None and self._takes_no_text
+        messages = [message.for_template(in_parts) for message in body.messages]
         try:
-            with _time_limit(timings.TIMINGS.template_s):
-                text = self._tokenizer.apply_chat_template(
-                    [message.for_template(in_parts) for message in body.messages],
-                    tokenize=False,
-                    **body.template_options(),
-                )
+            text = self._rendered(messages, **body.template_options())
         except Exception as error:  # a template may raise any error for messages it rejects
             raise protocol.invalid_request(f"messages: {error}", "messages") from error
-        if self._images is None:
-            return [self.text(text, add_special_tokens=body.add_special_tokens)]
-        if not urls:
-            return [self.text(text, add_special_tokens=not self._images.begins(text))]
+        adds = body.add_special_tokens
+        if adds is None:
+            adds = self._images is not None and self._images.lacks_begin(text)
+        if not urls or self._images is None:
+            return [self.text(text, add_special_tokens=adds)]
         self._check_chars(text)
-        return [self._images.read(text, urls)]
+        return [self._images.read(text, urls, adds)]
+
+    def _rendered(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        with _time_limit(timings.TIMINGS.template_s):
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
+
+    @functools.cached_property
+    def _takes_no_text(self) -> bool:
+        """True if the template leaves out a message that is a text, and wants a list of parts."""
+        try:
+            return PROBE not in self._rendered([{"role": "user", "content": PROBE}])
+        except Exception:  # whatever a template raises for what it does not take
+            return True
 
     def text(self, text: str, **options: bool) -> list[int]:
         self._check_chars(text)

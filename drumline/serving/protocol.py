@@ -224,9 +224,10 @@ class ChatMessage(ApiObject):
 
     def for_template(self, in_parts: bool = False) -> dict[str, Any]:
         """The message in the form that chat templates take; in_parts: with a list as its content,
-        in which images have places."""
+        as with images, which have places in it."""
         texts = "".join(part.text or "" for part in self._parts)
-        content = [part.for_template() for part in self._parts] if in_parts else texts
+        has_list = in_parts or bool(self.image_urls)
+        content = [part.for_template() for part in self._parts] if has_list else texts
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         extra = self.model_extra or {}
         present = {name: value for name, value in extra.items() if value not in ("", [], {})}
@@ -271,7 +272,7 @@ class ChatCompletionRequest(GenerationRequest):
     parallel_tool_calls: bool = True
     documents: list[dict[str, Any]] = []
     add_generation_prompt: bool = True
-    add_special_tokens: bool = False
+    add_special_tokens: bool | None = None
     continue_final_message: bool = False
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] = {}

@@ -25,11 +25,10 @@ from typing import Any
 
 import torch
 
-from drumline.contact.caches import is_cache
 from drumline.errors import DrumlineError, PeerLost, PlanError
 from drumline.pipeline.paged_generation import tried_manager
 from drumline.serving.grammar import JsonGrammar
-from drumline.serving.one_by_one import generate_alone, inputs_from_text
+from drumline.serving.one_by_one import Prompt, generate_ahead, generate_alone, score_prompt
 from drumline.serving.sampling import SamplingParams, TokenLogprob, TokenSampler
 
 log = logging.getLogger("drumline")
@@ -57,6 +56,8 @@ class ServingLimits:
     """Steps that run at a time, of as many batches."""
     max_body_nbytes: int = 4 << 20
     """Bytes of the body of a request."""
+    prompt_lookup: int = 0
+    """Tokens that a greedy sequence by itself tries in a pass, of those that its text repeats."""
 
 
 class ServerBusy(DrumlineError):
@@ -69,14 +70,6 @@ class ServerStopping(DrumlineError):
 
 class RequestTooLarge(DrumlineError):
     """The request exceeds the size of the queue and can never be scheduled."""
-
-
-class Prompt(list[int]):
-    """The tokens of a prompt. inputs: see inputs_to_text()."""
-
-    def __init__(self, tokens: Iterable[int], inputs: str = "") -> None:
-        super().__init__(tokens)
-        self.inputs = inputs
 
 
 class Generation:
@@ -223,6 +216,8 @@ class Scheduler:
                 self._start(new)
             except BaseException:
                 for number in new:
+                    self._open.pop(number, None)  # all of them first: none may get another's place
+                for number in new:
                     self._forget(number)
                 raise
 
@@ -285,7 +280,8 @@ class BatchScheduler(Scheduler):
 
     @property
     def num_running(self) -> int:
-        most = sum(batch.num_running for batch in self._batches) if self._batches else 1
+        has_alone = {*self._open} - self._batch_of.keys() - {*self._waiting}
+        most: int = sum(batch.num_running for batch in self._batches) + bool(has_alone)
         return min(len(self._open), most)
 
     @property
@@ -336,6 +332,8 @@ class BatchScheduler(Scheduler):
         for number, item in sequences.items():
             if item.params.scores_prompt and not item.new_tokens:
                 self._alone.submit(self._compute_alone, number, item, self._score_prompt)
+            elif self._may_look_ahead(item):
+                self._alone.submit(self._compute_alone, number, item, self._look_ahead)
             elif not self._batches or item.inputs:
                 self._alone.submit(self._compute_alone, number, item, self._generate)
             else:
@@ -371,29 +369,41 @@ class BatchScheduler(Scheduler):
     def _generate(self, number: int, item: Generation) -> None:
         name = [str(number)]
         choose = functools.partial(self._choose, name, name)
+        prompt = Prompt(item.tokens, item.inputs)
+        generate_alone(self._model, prompt, choose, lambda: number not in self._open)
+
+    def _may_look_ahead(self, item: Generation) -> bool:
+        is_alone, is_plain = len(self._open) == 1, item.sampler.is_greedy and not item.inputs
+        return bool(self.limits.prompt_lookup) and is_alone and is_plain
+
+    def _look_ahead(self, number: int, item: Generation) -> None:
+        """Generate with tokens of the text that are tried, until others come, for the batches."""
+
+        def take(token: int) -> None:
+            with self._lock:
+                if not item.is_done:
+                    self.num_new_tokens += 1
+                    item.append(token)
 
         def has_ended() -> bool:
-            return number not in self._open
+            is_over = item.is_done or number not in self._open
+            return is_over or bool(self._batches and len(self._open) > 1)
 
-        inputs = inputs_from_text(item.inputs)
-        generate_alone(self._model, item.tokens, choose, has_ended, inputs)
+        try:
+            generate_ahead(self._model, item.tokens, self.limits.prompt_lookup, take, has_ended)
+        except PeerLost:
+            raise
+        except Exception as error:
+            log.warning("rank 0: prompts are no longer looked up: %s", str(error) or repr(error))
+            self.limits = replace(self.limits, prompt_lookup=0)
 
-    @torch.no_grad()
     def _score_prompt(self, number: int, item: Generation) -> None:
-        """Score a prompt by passes of its own, of which the last brings the first token."""
-        tokens, num_top = item.prompt, item.params.num_logprobs or 0
-        cache: dict[str, Any] = {}
-        logits, item.prompt_logprobs = torch.empty(0), []
-        for start in range(0, len(tokens), self._chunk):
-            row = torch.tensor([tokens[start : start + self._chunk]], device=self._model.device)
-            output = self._model(input_ids=row, use_cache=len(tokens) > self._chunk, **cache)
-            cache = {name: value for name, value in output.items() if is_cache(value)}
-            logits = output.logits[0]
-            for place, token in enumerate(tokens[start + 1 : start + len(logits) + 1]):
-                item.prompt_logprobs.append(TokenLogprob.of(token, logits[place], num_top))
+        num_top = item.params.num_logprobs or 0
+        logits, scores = score_prompt(self._model, item.prompt, num_top, self._chunk)
         with self._lock:
             self.num_new_tokens += 1
-            item.append(item.sample(logits[-1]))
+            item.prompt_logprobs = scores
+            item.append(item.sample(logits))
 
     def _add(self, number: int, batch: Any) -> None:
         self._batch_of[number] = batch
@@ -401,6 +411,8 @@ class BatchScheduler(Scheduler):
             batch.add_request(self._open[number].tokens, str(number))
         except Exception as error:
             if batch.failure is None and not isinstance(error, DrumlineError):
+                self._batch_of.pop(number)
+                self._open.pop(number).end(error)
                 raise  # otherwise the batch fails, and _start_again() adds it
 
     def _choose(
@@ -437,7 +449,8 @@ class BatchScheduler(Scheduler):
         self._batch_of.pop(number, None)
         for batch in self._batches:
             batch.cancel_request(str(number))
-        self._fill_places()
+        with contextlib.suppress(Exception):  # one that cannot be added has ended with its error
+            self._fill_places()
 
     def _run(self, batch: Any) -> None:
         """Run a batch until it is stopped; anew after a step that failed."""

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import launcher
@@ -23,12 +24,12 @@ from drumline.serving import http_server
 from drumline.serving.front.json_lines import hang_up, messages, to_line
 from drumline.serving.front.remote_scheduler import Message
 from drumline.serving.grammar import GrammarCompiler, JsonGrammar
+from drumline.serving.one_by_one import Prompt
 from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import (
     PAGE_SIZE,
     BatchScheduler,
     Generation,
-    Prompt,
     ServerStopping,
     ServingLimits,
 )
@@ -59,7 +60,9 @@ def serve_front(
         ):
             assert connection is not None  # the other ranks never leave load()
             # It is the front that limits how many wait.
-            limits = http_server.limits_for(model, length, settings.max_running, sys.maxsize)
+            limits = http_server.limits_for(
+                model, length, replace(settings, max_waiting=sys.maxsize)
+            )
             read_tokenizer = functools.partial(
                 read_model_tokenizer, settings.model_path, **settings.load_options
             )

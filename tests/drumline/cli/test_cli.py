@@ -386,7 +386,7 @@ OPTIONS = {
     " --tensor-parallel-size --served-model-name --chat-template --log-requests"
     " --enable-log-requests --allowed-origins --max-length --max-model-len --nnodes --node-rank"
     " --master-addr --master-port --token-file --insecure --encrypt --restarts --max-running"
-    " --max-waiting --patience",
+    " --max-waiting --prompt-lookup --patience",
     "top": "",
     "auto": "-n --ranks --nnodes --node-rank --master-addr --master-port --token-file --insecure"
     " --encrypt --patience",

@@ -16,9 +16,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import drumline
 from drumline.checkpoint.config_files import read_processor
 from drumline.errors import CheckpointError
-from drumline.serving import http_server
+from drumline.serving import http_server, protocol
 from drumline.serving.front.remote_scheduler import RemoteScheduler
-from drumline.serving.one_by_one import generate_alone
+from drumline.serving.one_by_one import Prompt, generate_alone, inputs_to_text
+from drumline.serving.prompt_reader import PromptReader
 from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import ServingLimits
 from tests.drumline.serving.conftest import respond
@@ -175,7 +176,7 @@ def service(seeing):
         ("data:image/png;base64,AAAA", "cannot be read"),
         ("data:image/svg+xml;base64,PHN2Zy8+", "cannot be read"),
         (picture("red")[1][:120], "cannot be read"),
-        (picture("red", size=(9000, 4000))[1], "more than 33554432"),
+        (picture("red", size=(9000, 4000))[1], "36000000 pixels, more than 33554432"),
     ],
 )
 def test_an_image_that_cannot_be_taken_is_the_mistake_of_the_request(service, url, reason):
@@ -196,6 +197,51 @@ def test_images_that_come_to_more_than_a_request_may_hold_are_refused(service, m
     assert status == 400 and "send fewer, or smaller" in answer["error"]["message"]
 
 
+def test_many_images_are_refused_before_they_are_decoded(service):
+    """Small files may be of gigabytes of pixels."""
+    large, small = (picture("red", size=size)[1] for size in ((5000, 4000), (2, 3)))
+    for urls, reason in (([large] * 2, "40000000 pixels"), ([small] * 65, "65 images are more")):
+        with pytest.raises(protocol.ApiError, match=reason):
+            service.prompts._images.read("<image>" * len(urls), urls, True)
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        ("{{ messages[0]['content'] | trim }}", "5 6"),
+        ("{% for part in messages[0]['content'] %}{{ part.text }} 8{% endfor %}", "5 6 8"),
+        ("{{ messages[0]['content'][0]['text'] + ' 9' }}", "5 6 9"),
+    ],
+)
+def test_a_text_reaches_a_template_in_the_form_that_it_takes(seeing, service, template, wanted):
+    """All had lists, of which some made text."""
+    reader = PromptReader(
+        "llava", service.tokenizer, 100, service.scheduler, service.prompts._images
+    )
+    body = protocol.ChatCompletionRequest(
+        model="llava", messages=[{"role": "user", "content": "5 6"}], add_special_tokens=False
+    )
+    before = service.tokenizer.chat_template
+    service.tokenizer.chat_template = template
+    try:
+        (tokens,) = reader.of_chat(body)
+    finally:
+        service.tokenizer.chat_template = before
+    assert service.tokenizer.decode(tokens) == wanted
+
+
+@pytest.mark.parametrize(("given", "adds"), [(None, True), (True, True), (False, False)])
+def test_special_tokens_are_added_where_the_request_says_so(service, monkeypatch, given, adds):
+    """The field was taken, and ignored for a model with a processor."""
+    kept, asked = service.prompts.text, []
+    monkeypatch.setattr(
+        service.prompts, "text", lambda text, **options: asked.append(options) or kept(text)
+    )
+    fields = {} if given is None else {"add_special_tokens": given}
+    assert asyncio.run(chat(service, ["5 6"], **fields))[0] == 200
+    assert asked == [{"add_special_tokens": adds}]
+
+
 def test_images_of_all_requests_have_a_limit(service, monkeypatch):
     monkeypatch.setattr(app, "MAX_INPUTS_NBYTES", 1000)
     status, answer = asyncio.run(chat(service, [[part(picture("red")[1])]]))
@@ -210,17 +256,19 @@ def test_a_model_without_a_processor_refuses_images(plain, loaded):
     assert status == 400 and "served without images" in answer["error"]["message"]
 
 
-def test_a_processor_that_cannot_be_used_is_said_at_start(seeing, tmp_path):
+def test_a_processor_that_cannot_be_used_is_said_at_start(seeing, tmp_path, caplog):
     (tmp_path / "config.json").write_text((seeing[1] / "config.json").read_text())
     assert read_processor(tmp_path) is None
     (tmp_path / "processor_config.json").write_text("{")
     with pytest.raises(CheckpointError, match="files of a processor that cannot be used"):
         read_processor(tmp_path)
+    assert http_server._image_reader(tmp_path, None, {}) is None
+    assert "requests with images will be refused" in caplog.text
 
 
 def test_a_sequence_with_an_image_goes_on_with_other_ranks(seeing):
     red, url = picture("red")
-    prompt = image_reader.ImageReader(seeing[2]).read("<image> 7 8", [url])
+    prompt = image_reader.ImageReader(seeing[2]).read("<image> 7 8", [url], True)
     scheduler, has_tokens = RemoteScheduler(LIMITS, print), threading.Semaphore(0)
     params = SamplingParams(max_tokens=NUM_NEW, temperature=0, ignore_eos=True)
     client = Client(params, lambda: has_tokens.release() or True, prompt=prompt)
@@ -253,5 +301,6 @@ def test_the_types_of_tokens_grow_with_the_tokens(checkpoints):
         chosen.append(int(logits[0].argmax()))
         return chosen[-1:]
 
-    generate_alone(model, whole[:12], choose, lambda: len(chosen) == len(whole) - 12, inputs)
+    prompt = Prompt(whole[:12], inputs_to_text(inputs))
+    generate_alone(model, prompt, choose, lambda: len(chosen) == len(whole) - 12)
     assert whole[12:] == chosen

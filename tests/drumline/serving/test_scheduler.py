@@ -18,7 +18,7 @@ from drumline.contact.batching.paced_scheduler import (
 from drumline.errors import DrumlineError, PeerLost
 from drumline.pipeline.paged_generation import BatchedRanks
 from drumline.serving import scheduler as scheduler_module
-from drumline.serving.http_server import limits_for
+from drumline.serving.http_server import ServerSettings, limits_for
 from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import CHUNK_TOKENS, PAGE_SIZE, BatchScheduler, ServingLimits
 from drumline.serving.scheduler import Generation as Sequence
@@ -28,6 +28,7 @@ from tests.drumline.test_families import CAUSAL, skip_unless_it_runs
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0)
 ENDLESS = SamplingParams(max_tokens=1900, temperature=0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
 LIMITS = ServingLimits(max_length=2000)
 
 
@@ -190,7 +191,8 @@ def test_a_sequence_that_outgrows_the_pages_ends_alone(plain, loaded, monkeypatc
 def test_one_sequence_at_a_time_has_all_pages_whatever_the_number_of_ranks():
     """Half of them were too few for a sequence of the longest length."""
     model = types.SimpleNamespace(device_map=types.SimpleNamespace(ranks=[0, 1, 2]))
-    assert [limits_for(model, 100, most, 9).num_batches for most in (1, 2, 8)] == [1, 2, 3]
+    settings = [ServerSettings("a", max_running=most) for most in (1, 2, 8)]
+    assert [limits_for(model, 100, each).num_batches for each in settings] == [1, 2, 3]
 
 
 def test_a_sequence_that_waits_gets_the_first_place_of_any_batch(plain, loaded):
@@ -217,7 +219,7 @@ def test_of_sequences_that_cannot_all_be_started_none_is_left(loaded, monkeypatc
 
         monkeypatch.setattr(scheduler, "_add", fail_at_the_second)
         with pytest.raises(RuntimeError, match="stopping"):
-            submit(scheduler, Client([5], ENDLESS), Client([6], ENDLESS))
+            submit(scheduler, *(Client([5 + number], ENDLESS) for number in range(4)))
         assert scheduler.unfinished() == [] and not scheduler._batch_of
         monkeypatch.undo()
         (other,) = submit(scheduler, Client([5, 6, 7]))
@@ -504,3 +506,43 @@ def test_a_short_prompt_has_its_part_of_a_step_behind_many_long_ones():
         parts.append(part_of_step(num_left, 9, num_behind))
     assert parts == [256, *[32] * 7] and num_left - parts[-1] == 32
     assert part_of_step(1, 3, 2) == 1
+
+
+LOOKUP = ServingLimits(max_length=2000, prompt_lookup=4)
+REPEATED = [5, 9, 30, 17, 22, 9, 41] * 6
+
+
+def test_a_greedy_sequence_that_runs_alone_tries_what_its_text_repeats(plain, loaded):
+    """Tokens are those of one at a time, in fewer passes."""
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    row = torch.tensor([REPEATED])
+    wanted = plain[0].generate(row, max_new_tokens=60, do_sample=False, eos_token_id=-1)
+    with scheduling(loaded, LOOKUP) as (scheduler, sizes):
+        num_before = len(sizes)
+        (client,) = submit(scheduler, Client(REPEATED, params))
+        assert client.tokens() == wanted[0, len(REPEATED) :].tolist()
+        assert len(sizes) - num_before < 60 and max(sizes[num_before + 1 :]) > 1
+        (sampled,) = submit(scheduler, Client(REPEATED, SamplingParams(max_tokens=5, seed=3)))
+        assert len(sampled.tokens()) == 5 and {*sizes[-4:]} == {1}
+
+
+def test_a_sequence_that_ran_alone_goes_on_with_those_that_come(loaded):
+    with scheduling(loaded) as (scheduler, _):
+        wanted = [c.tokens() for c in submit(scheduler, Client([5], LONG), Client([7, 8], LONG))]
+    with scheduling(loaded, LOOKUP) as (scheduler, _):
+        (first,) = submit(scheduler, Client([5], LONG))
+        assert first.has_begun.wait(60) and scheduler.num_running == 1
+        (second,) = submit(scheduler, Client([7, 8], LONG))
+        assert [first.tokens(), second.tokens()] == wanted
+        assert scheduler.largest_batch == 2
+
+
+def test_a_model_that_cannot_take_tokens_back_is_not_given_them(loaded, monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise ValueError("assisted generation is not supported")
+
+    monkeypatch.setattr(scheduler_module, "generate_ahead", refuse)
+    with scheduling(loaded, LOOKUP) as (scheduler, _):
+        (client,) = submit(scheduler, Client([5]))
+        assert len(client.tokens()) == 9 and scheduler.limits.prompt_lookup == 0
+    assert "prompts are no longer looked up: assisted" in caplog.text
