@@ -63,10 +63,10 @@ class BackgroundCalls(Interceptor):
         if call not in COLLECTIVES or method is None:
             raise ValueError(f"start({call!r}): only {', '.join(COLLECTIVES)} can be started")
         results: list[Any] = []
-        is_inference = torch.is_inference_mode_enabled()
+        is_inference, has_grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
         def run() -> None:
-            with torch.inference_mode(is_inference):
+            with torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad):
                 results.append(method(*args, **kwargs))
 
         return CallHandle(self._queue.submit(run, []), lambda: results[0])

@@ -134,6 +134,21 @@ def test_collectives_that_were_started_run_in_order_and_before_those_that_are_ca
     assert on_ranks(body) == [[81.0] * 3 + [1.0, 2.0, 3.0]] * 3
 
 
+def test_a_call_that_is_started_under_no_grad_takes_what_the_call_itself_takes(on_ranks):
+    """Its thread had gradients on, so a weight was refused."""
+
+    def body(comm):
+        weight = torch.ones(2, requires_grad=True)
+        with torch.no_grad():
+            handle = comm.start("allreduce", weight)
+        assert handle.wait(timeout_s=30) is weight
+        with pytest.raises(ValueError, match="autograd does not see"):
+            comm.start("allreduce", weight).wait(timeout_s=30)
+        return weight.tolist()
+
+    assert on_ranks(body, 2) == [[2.0, 2.0]] * 2
+
+
 def test_a_bounded_wait_for_a_collective_leaves_it_to_end(on_ranks):
     asked = threading.Event()
 
