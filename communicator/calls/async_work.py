@@ -48,9 +48,10 @@ class AsyncWork(Work):
         self._error = error
         with self._lock:
             self._ended.set()
-        if self._end_future is not None:
+            waiting = self._end_future  # get_future() completes any later one
+        if waiting is not None:
             with torch.inference_mode(False):  # callbacks run in a mode of their own
-                self._end_future.set_result(None)
+                waiting.set_result(None)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """True once the result is there. timeout 0: the deadline of the call itself."""

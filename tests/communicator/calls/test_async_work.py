@@ -33,6 +33,28 @@ def test_failed_call_raises_its_error_in_wait_and_the_text_of_it_in_the_future(a
         torch.futures.wait_all([handle.get_future()])
 
 
+class LockBeforeAnother:
+    """A lock; once it is free for the first time, another thread is quicker than its holder."""
+
+    def __init__(self, act):
+        self._act = act
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *_):
+        act, self._act = self._act, lambda: None
+        act()
+
+
+def test_a_future_that_is_asked_for_as_the_call_ends_is_completed_once():
+    """The second time raised in the thread of the calls, which ended: close() waited for ever."""
+    handle, asked = AsyncWork([torch.ones(2)]), []
+    handle._lock = LockBeforeAnother(lambda: asked.append(handle.get_future()))
+    handle.run(lambda: None)
+    assert asked[0].wait()[0].tolist() == [1, 1]
+
+
 def test_calls_that_are_submitted_to_a_closed_queue_run():
     queue, results = WorkQueue(), []
     queue.submit(lambda: results.append(1), [])
