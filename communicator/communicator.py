@@ -355,7 +355,7 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
         self._backend.check_open(call)
         with self._opening:
             if self._background is None:
-                self._background = BackgroundCalls()
+                self._background = BackgroundCalls(only_enqueues=self.device_type != "cpu")
                 self._background.install(self)
         return self._background.start(call, getattr(self, call, None), args, kwargs)
 

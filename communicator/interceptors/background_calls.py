@@ -49,12 +49,16 @@ class CallHandle:
 
 
 class BackgroundCalls(Interceptor):
-    """The calls of a communicator that were started. Its other calls wait for them first."""
+    """The calls of a communicator that were started. Its other calls wait for them first.
+
+    only_enqueues: on the caller's stream, which another thread does not have.
+    """
 
     order, names = Order.JOIN, (*COLLECTIVES, *OTHERS)
 
-    def __init__(self) -> None:
+    def __init__(self, only_enqueues: bool) -> None:
         self._queue = WorkQueue()
+        self._take = self._queue.run if only_enqueues else self._queue.submit
 
     def start(
         self, call: str, method: Call | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -69,7 +73,7 @@ class BackgroundCalls(Interceptor):
             with torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad):
                 results.append(method(*args, **kwargs))
 
-        return CallHandle(self._queue.submit(run, []), lambda: results[0])
+        return CallHandle(self._take(run, []), lambda: results[0])
 
     def around(self, name: str, call: Call) -> Call:
         @functools.wraps(call)

@@ -215,6 +215,19 @@ def test_a_sum_on_another_stream_waits_for_the_last_one(ranks, opened, cuda):
     ranks(body, 2)
 
 
+def test_a_call_that_is_started_is_enqueued_on_the_stream_of_its_caller(ranks, opened, cuda):
+    """It was enqueued on that of another thread, which did not wait for what fills the tensor."""
+
+    def body(info):
+        side, tensor = cuda_on_cpu.Stream(), torch.ones(8)
+        with opened(info) as comm, cuda.stream(side):
+            assert comm.start("allreduce", tensor).wait(SOON_S) is tensor
+            assert comm._backend.oneshot._last_stream is side
+        return tensor.tolist()
+
+    assert ranks(body, 2) == [[2.0] * 8] * 2
+
+
 def test_a_given_stream_follows_the_current_one_and_keeps_the_tensors(ranks, opened, cuda):
     """Memory was freed and used again while the given stream still wrote to it."""
 
