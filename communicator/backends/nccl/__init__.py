@@ -197,21 +197,22 @@ class Nccl(PluginBackend):
             self._make_call_checker()
         self._memory = RegisteredMemory(self)
         self._exit_notice = ExitNotice(self.coor)
-        self._connect()
-        if oneshot:
-            self.oneshot = Oneshot(self.coor, self.device.index)
+        try:
+            self._connect()
+            if oneshot:
+                self.oneshot = Oneshot(self.coor, self.device.index)
+        except BaseException:
+            self.abort()
+            self.close()
+            raise
 
     def _connect(self) -> None:
         """Make the first connections now, with a deadline, and start to watch for failures."""
         if torch.cuda.is_available():
             if torch.version.hip is None:
                 nccl_library.warn_of_driver()
-            try:
-                self.barrier()
-                self.synchronize()
-            except DrumlineError:
-                self.abort()
-                raise
+            self.barrier()
+            self.synchronize()
         if self.world_size > 1:
             self._watchdog = Watchdog(self)
             self._watchdog.start()

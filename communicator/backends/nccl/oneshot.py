@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from enum import IntEnum
 from typing import Any
 
@@ -188,9 +189,15 @@ class Oneshot:
         self._call.first = self.rank
         self._call.timeout_ns = int(coor.timeout_s * 1e9)
         self._imported: list[ctypes.c_void_p] = []
-        exports = self._on_all_ranks(self._export_arena)
-        self._on_all_ranks(lambda: self._map_arenas(exports))
-        self._on_all_ranks(self._check_sums)
+        self._own = ExitStack()  # to free in close()
+        try:
+            exports = self._on_all_ranks(self._export_arena)
+            self._on_all_ranks(lambda: self._map_arenas(exports))
+            self._on_all_ranks(self._check_sums)
+        except Exception:  # on every rank
+            with suppress(DrumlineError):  # a peer that died since keeps what it mapped
+                self.close()
+            raise
 
     def _on_all_ranks(self, step: Callable[[], Any]) -> list[Any]:
         """Every rank's result of the step; Unsupported on all if it failed on one. Collective."""
@@ -213,12 +220,13 @@ class Oneshot:
         self._kernels = Kernels()
         self._kernels.load(self.world_size)
         self.state = KernelState(self._kernels)
+        self._own.callback(self.state.close)
         self._call.state = self.state.address
-        self._arena = ctypes.c_void_p()
-        self._kernels.create(ctypes.byref(self._arena))
-        handle = ctypes.create_string_buffer(HANDLE_BYTES)
-        self._kernels.export(self._arena, handle)
-        return {"device": self._device, "pointer": self._arena.value, "handle": handle.raw}
+        arena, handle = ctypes.c_void_p(), ctypes.create_string_buffer(HANDLE_BYTES)
+        self._kernels.create(ctypes.byref(arena))
+        self._own.callback(self._kernels.destroy, arena)
+        self._kernels.export(arena, handle)
+        return {"device": self._device, "pointer": arena.value, "handle": handle.raw}
 
     def _map_arenas(self, exports: list[dict[str, Any]]) -> None:
         for rank, export in enumerate(exports):
@@ -296,13 +304,12 @@ class Oneshot:
             )
 
     def close(self) -> None:
-        """Give the arenas back, once prepared. Collective: a peer may have mapped this one."""
+        """Give back what is there, once prepared. Collective: a peer may have mapped this arena."""
         with torch.cuda.device(self._device):
             for arena in reversed(self._imported):
                 self._kernels.close(arena)
             self.coor.barrier()
-            self._kernels.destroy(self._arena)
-        self.state.close()
+            self._own.close()
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:

@@ -7,11 +7,12 @@ import contextlib
 import ctypes
 import threading
 import time
+from collections import Counter
 
 import pytest
 import torch
 
-from communicator import Communicator, CommunicatorError, PeerLost
+from communicator import Communicator, CommunicatorError, PeerLost, Unsupported
 from communicator.backends.nccl import Nccl, oneshot
 from communicator.backends.nccl.oneshot import Kernels, Oneshot
 from coordinator import Coordinator
@@ -96,6 +97,35 @@ def wait_for(condition):
     while not condition():
         assert time.monotonic() < deadline, "it did not come to that"
         time.sleep(0.01)
+
+
+def test_a_communicator_whose_first_sum_fails_on_one_rank_leaves_nothing_open(
+    ranks, built, opened, monkeypatch
+):
+    """NCCL stayed connected, and each arena allocated, until the process ended."""
+    backends, calls, connect = [], Counter(), Nccl._connect
+
+    class CountingKernels(Kernels):
+        def __getattr__(self, name):
+            function = super().__getattr__(name)
+            return lambda *values: (function(*values), calls.update([name]))
+
+    def fail_on_one(group):
+        if group.rank == 1:
+            raise CommunicatorError("a first sum came out wrong")
+
+    monkeypatch.setattr(oneshot, "Kernels", lambda: CountingKernels(str(built[1])))
+    monkeypatch.setattr(Oneshot, "_check_sums", fail_on_one)
+    monkeypatch.setattr(NcclOnCpu, "_connect", lambda self: (backends.append(self), connect(self)))
+
+    def body(info):
+        with pytest.raises(Unsupported, match="a first sum came out wrong"), opened(info):
+            pass
+
+    ranks(body, 2)
+    assert [backend._comm.handle() for backend in backends] == [0, 0]  # closed
+    assert calls["create"] == calls["destroy"] == 2
+    assert calls["state_create"] == calls["state_destroy"] == 2
 
 
 def test_a_sum_that_gave_up_in_a_replayed_graph_is_told_without_a_call(
