@@ -12,7 +12,6 @@ import secrets
 import time
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -200,7 +199,7 @@ class Nccl(PluginBackend):
         try:
             self._connect()
             if oneshot:
-                self.oneshot = Oneshot(self.coor, self.device.index)
+                self.oneshot = Oneshot(self.coor, self.device.index, self.timeout_s)
         except BaseException:
             self.abort()
             self.close()
@@ -235,19 +234,8 @@ class Nccl(PluginBackend):
             proposal["gpu"] = str(torch.cuda.get_device_properties(self.device).uuid)
         proposals = self.coor.allgather_object(proposal)
         nccl_library.check_same(self._me, self.coor.peers, proposals)
-        self._check_gpus([proposal.get("gpu") for proposal in proposals])
+        nccl_library.check_gpus(self._me, self.rank_name, [one.get("gpu") for one in proposals])
         return proposals[0]["name"], proposals[0]["unique_id"]
-
-    def _check_gpus(self, gpus: Sequence[str | None]) -> None:
-        """Raise Unsupported on every rank if two have one GPU, which nobody named."""
-        for gpu, count in Counter(gpus).items():
-            if gpu is not None and count > 1:
-                sharing = [self.rank_name(n) for n, other in enumerate(gpus) if other == gpu]
-                raise Unsupported(
-                    f"{self._me}: {', '.join(sharing)} have one GPU together, "
-                    f"{gpu}, for CUDA_VISIBLE_DEVICES names fewer than there are ranks. Let it "
-                    "name one for each rank, start fewer, or name the GPU with device=."
-                )
 
     @property
     def library(self) -> NcclLibrary:
@@ -292,6 +280,11 @@ class Nccl(PluginBackend):
         if self.oneshot is not None:
             self.oneshot.check()
         self._comm.async_error()
+
+    def set_timeout(self, timeout_s: float) -> None:
+        super().set_timeout(timeout_s)
+        if self.oneshot is not None:
+            self.oneshot.set_timeout(timeout_s)
 
     def with_dead_peers(self, error: DrumlineError) -> DrumlineError:
         """The error with the peers that died, or why this communicator was aborted meanwhile."""

@@ -10,7 +10,8 @@ import ctypes
 import os
 import struct
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,18 @@ def check_same(me: str, peers: Sequence[Peer], proposals: list[dict[str, Any]]) 
             f"{me}: the ranks have different NCCL libraries, whose messages may differ: {builds}. "
             "Install the same one everywhere, or name it with library=."
         )
+
+
+def check_gpus(me: str, rank_name: Callable[[int], str], gpus: Sequence[str | None]) -> None:
+    """Raise Unsupported on every rank if two have one GPU, which nobody named. By rank."""
+    for gpu, count in Counter(gpus).items():
+        if gpu is not None and count > 1:
+            sharing = [rank_name(rank) for rank, other in enumerate(gpus) if other == gpu]
+            raise Unsupported(
+                f"{me}: {', '.join(sharing)} have one GPU together, "
+                f"{gpu}, for CUDA_VISIBLE_DEVICES names fewer than there are ranks. Let it "
+                "name one for each rank, start fewer, or name the GPU with device=."
+            )
 
 
 def candidates() -> Iterator[str]:

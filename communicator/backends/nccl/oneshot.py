@@ -180,14 +180,14 @@ class Oneshot:
     the GPUs, or a first sum that comes out wrong.
     """
 
-    def __init__(self, coor: Coordinator, device: int) -> None:
+    def __init__(self, coor: Coordinator, device: int, timeout_s: float) -> None:
         self.coor, self.rank, self.world_size = coor, coor.rank, coor.world_size
         self._device = device
         self._last_stream: torch.cuda.Stream | None = None
         self._call = KernelCall(struct_size=ctypes.sizeof(KernelCall))
         self._call.world, self._call.num_here = self.world_size, 1
         self._call.first = self.rank
-        self._call.timeout_ns = int(coor.timeout_s * 1e9)
+        self.set_timeout(timeout_s)
         self._imported: list[ctypes.c_void_p] = []
         self._own = ExitStack()  # to free in close()
         try:
@@ -198,6 +198,10 @@ class Oneshot:
             with suppress(DrumlineError):  # a peer that died since keeps what it mapped
                 self.close()
             raise
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Give later sums this deadline; a graph keeps that of its capture."""
+        self._call.timeout_ns = int(timeout_s * 1e9)
 
     def _on_all_ranks(self, step: Callable[[], Any]) -> list[Any]:
         """Every rank's result of the step; Unsupported on all if it failed on one. Collective."""

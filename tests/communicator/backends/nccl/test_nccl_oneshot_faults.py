@@ -12,7 +12,13 @@ from collections import Counter
 import pytest
 import torch
 
-from communicator import Communicator, CommunicatorError, PeerLost, Unsupported
+from communicator import (
+    Communicator,
+    CommunicatorError,
+    CommunicatorTimeout,
+    PeerLost,
+    Unsupported,
+)
 from communicator.backends.nccl import Nccl, oneshot
 from communicator.backends.nccl.oneshot import Kernels, Oneshot
 from coordinator import Coordinator
@@ -152,6 +158,25 @@ def test_a_sum_that_gave_up_in_a_replayed_graph_is_told_without_a_call(
             return tensor.tolist()
 
     assert ranks(body, 2) == [[2.0] * 8] * 2
+
+
+def test_a_sum_waits_as_long_as_its_communicator_and_no_longer(ranks, opened):
+    """It waited as long as the Coordinator, whatever set_timeout() said."""
+
+    def body(info):
+        with opened(info, timeout_s=600) as comm:
+            call = comm._backend.oneshot._call
+            assert call.timeout_ns == 600 * 10**9
+            comm.set_timeout(0.1)
+            assert call.timeout_ns == 10**8
+            if info.rank == 0:
+                comm.allreduce(torch.ones(8))
+                told = (CommunicatorTimeout, PeerLost)  # here, or by the watchdog
+                with pytest.raises(told, match="timed out waiting for rank 1"):
+                    comm.check()
+            comm.coor.barrier()
+
+    ranks(body, 2)
 
 
 @pytest.mark.parametrize("end", ["abort", "death"])

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -254,13 +253,12 @@ def test_a_gpu_that_is_named_is_taken_whatever_the_local_rank(ranks, monkeypatch
     assert ranks(body, 2) == [["cuda:0"] * 2] * 2
 
 
-def test_ranks_that_got_one_gpu_together_are_told(monkeypatch):
+def test_ranks_that_got_one_gpu_together_are_told():
     """CUDA_VISIBLE_DEVICES of 2 GPUs and 3 ranks: the third had the first one's, silently."""
-    backend = object.__new__(Nccl)
-    backend.coor, backend._me = types.SimpleNamespace(rank_name="rank {}".format), "rank 1"
-    backend._check_gpus(["a", "b", None, None])
+    me_and_names = "rank 1", "rank {}".format
+    nccl_library.check_gpus(*me_and_names, ["a", "b", None, None])
     with pytest.raises(Unsupported, match=r"rank 0, rank 2 have one GPU together, a, .* name "):
-        backend._check_gpus(["a", "b", "a"])
+        nccl_library.check_gpus(*me_and_names, ["a", "b", "a"])
 
 
 # What works without a GPU.
