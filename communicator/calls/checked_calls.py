@@ -34,11 +34,6 @@ def is_declined(error: Exception) -> bool:
     return hasattr(error, _DECLINED)
 
 
-def join_rows(rows: torch.Tensor, dim: int) -> torch.Tensor:
-    """The rows, [world_size, *shape], joined along a dim of the shape."""
-    return rows.movedim(0, dim).flatten(dim, dim + 1)
-
-
 class CheckedCalls:
     """The work of Communicator's methods of these names, where Python checks the arguments.
 
@@ -150,7 +145,7 @@ class CheckedCalls:
         out = tensor.new_empty((self.world_size, *tensor.shape))
         if self._has_work(tensor):
             self.backend.gather(out, tensor, dst)
-        return out if dim is None else join_rows(out, dim)
+        return out if dim is None else self.join_rows(out, dim)
 
     def scatter(
         self, out: torch.Tensor, rows: torch.Tensor | None = None, src: int = 0
@@ -212,6 +207,12 @@ class CheckedCalls:
         finally:
             self.pending = None
         self.backend.group(calls)
+
+    def join_rows(self, rows: torch.Tensor, dim: int) -> torch.Tensor:
+        """The rows of a call before, [world_size, *shape], joined along a dim of the shape."""
+        if dim:  # it reads them
+            self.backend.follow_calls()
+        return rows.movedim(0, dim).flatten(dim, dim + 1)
 
     # The checks.
 

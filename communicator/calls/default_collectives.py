@@ -24,6 +24,9 @@ class CollectivesFromP2P:
     def device(self) -> torch.device:
         raise NotImplementedError
 
+    def follow_calls(self) -> None:
+        """Let torch's current stream wait for the calls before, where they are on another."""
+
     def send(self, tensor: torch.Tensor, dst: int) -> None:
         """Send tensor to rank dst; may wait until that rank receives."""
         raise NotImplementedError
@@ -129,6 +132,7 @@ class CollectivesFromP2P:
             if part.numel():
                 self.reduce(part if dst == self.rank else None, part, dst, op)
             if dst == self.rank:
+                self.follow_calls()
                 out.copy_(part.view(out.shape))
 
     def group(self, calls: list[P2PCall]) -> None:

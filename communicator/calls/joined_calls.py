@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from communicator.calls.arguments import check_dim, check_shares, check_sizes
-from communicator.calls.checked_calls import CheckedCalls, join_rows
+from communicator.calls.checked_calls import CheckedCalls
 from communicator.calls.dtypes import Op
 
 
@@ -34,13 +34,14 @@ def allgather_along(
     if sizes is not None:
         check_sizes(calls, "allgather", sizes, tensor.shape[dim])
     if sizes is None or len(set(sizes)) == 1:
-        return join_rows(allgather(tensor), dim)
+        return calls.join_rows(allgather(tensor), dim)
     shapes = [(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]) for size in sizes]
     counts = [torch.Size(shape).numel() for shape in shapes]
     flat = tensor.new_empty(sum(counts))
     calls.allgatherv(flat, tensor, counts)
     if dim == 0:
         return flat.view(sum(sizes), *tensor.shape[1:])
+    calls.backend.follow_calls()
     parts = zip(torch.split(flat, counts), shapes, strict=True)
     return torch.cat([part.view(shape) for part, shape in parts], dim)
 

@@ -39,8 +39,10 @@ def read(backend: Backend, move: Move) -> dict[str, Any]:
     """The dict that a peer writes. Raises CoordinatorError if that could not send it."""
     length = torch.zeros(1, dtype=torch.int64, device=backend.device)
     move(length)
+    backend.follow_calls()
     data = torch.empty(int(length), dtype=torch.uint8, device=backend.device)
     move(data)
+    backend.follow_calls()
     rows = object_codec.unpacked(data.cpu().numpy().tobytes(), backend.coor.info.rank)
     values = {name: _undescribed(backend, *row) for name, *row in rows}
     tensors = [values[name] for name, kind, *_ in rows if kind == TENSOR]

@@ -245,6 +245,10 @@ class Nccl(PluginBackend):
 
     # Waiting, and failures.
 
+    def follow_calls(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Wait, with a deadline, for what is enqueued on the stream.
 

@@ -324,6 +324,68 @@ class FakeNative:
         pass
 
 
+class LateStream(cuda_on_cpu.Stream):
+    """Does what is on it when another waits for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.enqueued = []
+
+    def wait_stream(self, other):
+        super().wait_stream(other)
+        while getattr(other, "enqueued", None):
+            other.enqueued.pop(0)()
+
+
+class LateNative(FakeNative):
+    """The binding, whose calls write when their stream gets there."""
+
+    def __init__(self, native, stream):
+        super().__init__(native)
+        self.stream, self.sent, self.came = stream, [], []
+
+    def reduce(self, tensor, dst, op):
+        self.stream.enqueued.append(lambda: tensor.add_(1))
+
+    def allgather(self, tensor, out):
+        self.stream.enqueued.append(lambda: out.copy_(tensor))
+
+    def broadcast(self, tensor, src):
+        self.stream.enqueued.append(lambda: tensor.fill_(src))
+
+    def send(self, tensor, dst):
+        self.sent.append(tensor.clone())
+
+    def recv(self, tensor, src):
+        self.stream.enqueued.append(lambda: tensor.copy_(self.came.pop(0)))
+
+
+def test_what_is_made_of_calls_on_a_given_stream_reads_their_results_once_they_are_there(
+    ranks, opened, cuda
+):
+    """The current stream copied memory that the given one had yet to write."""
+
+    def body(info):
+        side = LateStream()
+        with opened(info, stream=side) as comm, cuda.stream(LateStream()):
+            native = comm._backend._comm = LateNative(comm._backend._comm, side)
+            part = comm.reduce_scatter(torch.arange(8.0), sizes=[3, 5])
+            assert part.tolist() == [[1, 2, 3], [4, 5, 6, 7, 8]][info.rank]
+            assert comm.allgather(torch.tensor([[5], [6]]), dim=1).tolist() == [[5, 5], [6, 6]]
+            own = torch.full((2, 1 + info.rank), info.rank)
+            assert comm.allgather(own, dim=1, sizes=[1, 2]).tolist() == [[0, 1, 1]] * 2
+            native.came.append(torch.full((2, 1), 9))
+            row = [info.rank, 9] if info.rank == 0 else [9, info.rank]
+            gathered = comm.gather(torch.full((2, 1), info.rank), info.rank, dim=1)
+            assert gathered.tolist() == [row] * 2
+            comm.send_tensors({"a": torch.ones(2), "b": "text"}, 1 - info.rank)
+            native.came = native.sent
+            values = comm.recv_tensors(1 - info.rank)
+            assert (list(values), values["b"]) == (["a", "b"], "text")
+
+    ranks(body, 2)
+
+
 @pytest.mark.parametrize("captured", ["current", "given"])
 def test_a_call_on_a_given_stream_that_a_graph_would_miss_is_refused(ranks, opened, cuda, captured):
     def body(info):
