@@ -18,7 +18,7 @@
 namespace shm {
 
 // Ranks share memory only with those of the same version.
-constexpr const char* const version = "4";
+constexpr const char* const version = "5";
 
 constexpr size_t cache_line_bytes = 128;
 constexpr size_t page_bytes = 4096;
@@ -88,7 +88,8 @@ struct alignas(cache_line_bytes) Counter {
     std::atomic<uint32_t> value;
 };
 
-enum RankState : uint32_t { absent, present, closed, failed, timed_out, aborted };
+// From `failed` on: those that failed in a call; `left` has closed since then.
+enum RankState : uint32_t { absent, present, closed, aborted, failed, timed_out, left };
 
 struct alignas(cache_line_bytes) Identity {
     std::atomic<uint32_t> state;

@@ -126,7 +126,8 @@ ShmCommunicator::~ShmCommunicator() {
     RankBlock& own = segment_.block(rank);
     if (!fork_guard_.is_original_process()) return;  // the rank itself goes on
     uint32_t expected = present;
-    own.identity.state.compare_exchange_strong(expected, closed);
+    if (!own.identity.state.compare_exchange_strong(expected, closed) && expected >= failed)
+        own.identity.state.store(left, std::memory_order_release);
     wake_all(&own.progress.step);
     for (int peer = 0; peer < nranks; ++peer) {
         ring_doorbell(peer);
@@ -208,7 +209,7 @@ void ShmCommunicator::await() {
 void ShmCommunicator::check_not_given_up(int peer) {
     const RankBlock& block = segment_.block(peer);
     uint32_t state = block.identity.state.load(std::memory_order_seq_cst);
-    if ((state == failed || state == timed_out) &&
+    if (state >= failed &&
         block.progress.call_number.load(std::memory_order_relaxed) == call_number_)
         check_peer(peer, describe_current_call(), [] { return false; });
 }
@@ -421,6 +422,7 @@ const char* ShmCommunicator::describe_end(int peer) const {
             return "has closed its communicator";
         case failed:
         case timed_out:
+        case left:
             return "has stopped after an error of its own";
         case shm::aborted:
             return "has aborted its communicator";

@@ -147,10 +147,11 @@ void ShmCommunicator::ring_stream_doorbell(int peer) {
     wake_kinds(sleepers, &block.stream_doorbell.value);
 }
 
-// A peer that failed in a collective may still send: only its end is an end of its streams.
+// A peer that failed in a collective may still send: only its end or close ends its streams.
 void ShmCommunicator::stream_check(int peer) {
     if (aborted_.load(std::memory_order_relaxed)) throw_aborted("");
-    if (segment_.block(peer).identity.state.load(std::memory_order_acquire) == failed &&
+    uint32_t state = segment_.block(peer).identity.state.load(std::memory_order_acquire);
+    if ((state == failed || state == timed_out) &&
         !has_died(segment_.block(peer).identity, segment_.block(rank).identity))
         return;
     if (const char* end = describe_end(peer))

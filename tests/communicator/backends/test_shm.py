@@ -276,3 +276,38 @@ def test_a_call_that_the_peers_gave_up_fails_on_the_late_rank_too(ranks, world_s
             comm.close()
 
     ranks(rank, world_size)
+
+
+@pytest.mark.parametrize("error", [CommunicatorTimeout, PeerLost])
+def test_a_rank_that_failed_in_a_call_still_sends_until_it_closes(ranks, error):
+    """After a deadline it was lost at once; after another error its close was not noticed."""
+
+    def rank(info):
+        with Coordinator(info, timeout_s=30) as coor:
+            comm = Communicator(coor, "shm", timeout_s=30, checked_calls=0)
+            came = torch.zeros(1)
+            comm.barrier()
+            if coor.rank == 2 and error is PeerLost:
+                comm.close()
+            if coor.rank == 0:
+                comm.set_timeout(0.2 if error is CommunicatorTimeout else 30)
+                with pytest.raises(error):
+                    comm.allreduce(came)
+            coor.barrier()
+            if coor.rank == 1:
+                handle = comm.irecv(came, 0)
+                with pytest.raises(CommunicatorTimeout):
+                    handle.wait(timeout_s=0.5)
+            coor.barrier()
+            if coor.rank == 0:
+                comm.isend(torch.ones(1), 1).wait()
+                comm.close()
+            if coor.rank == 1:
+                handle.wait()
+                assert came.item() == 1
+                with pytest.raises(PeerLost):
+                    comm.irecv(came, 0).wait()
+            coor.barrier()
+            comm.close()
+
+    ranks(rank, 3)
