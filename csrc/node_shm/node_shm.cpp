@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "system/memory_limit.h"
+
 namespace node_shm {
 
 namespace {
@@ -53,7 +55,7 @@ int NodeSegment::create(int nranks) {
     int fd = memfd_create("drumline-node-shm", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0) return -errno;
     int error = ftruncate(fd, static_cast<off_t>(total_bytes(nranks))) == 0 ? 0 : errno;
-    if (error == 0) error = posix_fallocate(fd, 0, static_cast<off_t>(chunks_offset(nranks)));
+    if (error == 0) error = shm::allocate_part(fd, 0, chunks_offset(nranks));
     if (error == 0 && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
         error = errno;
     if (error == 0) return fd;

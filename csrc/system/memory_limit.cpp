@@ -87,12 +87,14 @@ MemoryLimit find_memory_limit(const std::string& root) {
 }
 
 int allocate_file_memory(int fd, size_t nbytes, MemoryLimit* limit) {
-    constexpr size_t piece_bytes = size_t{256} << 20;
+    // Allocated in less time than the signals of a timer are apart: the kernel undoes a piece that
+    // one interrupts.
+    constexpr size_t piece_bytes = 8 << 20;
     for (size_t done = 0; done < nbytes;) {
         *limit = find_memory_limit();
         if (limit->available_bytes < nbytes - done) return ENOMEM;
         size_t part = std::min(piece_bytes, nbytes - done);
-        int error = posix_fallocate(fd, static_cast<off_t>(done), static_cast<off_t>(part));
+        int error = allocate_part(fd, done, part);
         if (error != 0) return error;
         done += part;
     }

@@ -1,6 +1,9 @@
 // How much memory there is before the kernel kills processes for lack of it.
 #pragma once
 
+#include <errno.h>
+#include <fcntl.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -16,10 +19,17 @@ struct MemoryLimit {
 // The kernel's files are read below `root`.
 MemoryLimit find_memory_limit(const std::string& root = "");
 
-// Allocates memory for the file behind `fd`: by posix_fallocate, so that too little memory is an
-// error here and not a SIGBUS later. In pieces, each within the limit: the kernel promises more
-// than it has, and other ranks allocate at the same time. Returns 0 or an errno, and the limit as
-// it was.
+// Allocates memory for a part of the file behind `fd`, so that too little memory is an error here
+// and not a SIGBUS later: again where a signal interrupts it. Returns 0 or an errno.
+inline int allocate_part(int fd, size_t offset, size_t nbytes) {
+    int error;
+    do error = posix_fallocate(fd, static_cast<off_t>(offset), static_cast<off_t>(nbytes));
+    while (error == EINTR);
+    return error;
+}
+
+// The same for a whole file. In pieces, each within the limit: the kernel promises more than it
+// has, and other ranks allocate at the same time. Returns the limit as it was, too.
 int allocate_file_memory(int fd, size_t nbytes, MemoryLimit* limit);
 // The same, but where much more is available, pages are allocated when they are first written to:
 // most of them never are.
