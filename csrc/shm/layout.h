@@ -79,7 +79,7 @@ static_assert(offsetof(Progress, headers) + sizeof(Progress::headers) <= 64, "on
 constexpr uint32_t max_regions = 64;
 
 struct SharedMemory {
-    std::atomic<uint32_t> id;  // 0 if there is none
+    std::atomic<uint64_t> id;  // 0 if there is none; never used again
     int32_t fd;
     uint64_t nbytes;
 };

@@ -14,9 +14,8 @@
 namespace shm {
 namespace {
 
-constexpr int offset_bits = 44;  // 16 TiB; the rest is the id
+constexpr int offset_bits = 44;  // 16 TiB; the rest is the place of the region, from 1 on
 constexpr uint64_t offset_mask = (UINT64_C(1) << offset_bits) - 1;
-constexpr uint32_t num_ids = UINT32_C(1) << (64 - offset_bits);
 
 PluginError no_memory(int rank, const char* action, size_t nbytes, const std::string& reason) {
     return {COMM_SYSTEM_ERROR, "rank " + std::to_string(rank) + ": " + action + " of " +
@@ -57,7 +56,6 @@ void* TensorMemory::allocate(size_t nbytes) {
         throw no_memory(rank_, "one more allocation", nbytes, ENOSPC);
     do ++last_id_;
     while (segment_.block(rank_).regions[last_id_ % max_regions].id.load() != 0);
-    if (last_id_ >= num_ids) throw no_memory(rank_, "numbering an allocation", nbytes, EOVERFLOW);
     int fd = memfd_create("drumline-tensor", MFD_CLOEXEC);
     int error = fd < 0 ? errno : allocate_file_memory(fd, nbytes, &limit);
     char* base = error == 0 ? map(fd, nbytes) : nullptr;
@@ -97,26 +95,28 @@ uint64_t TensorMemory::reference(const void* pointer, size_t nbytes) const {
     const char* first = static_cast<const char*>(pointer);
     for (const Mapping& mapping : own_mappings_)
         if (first >= mapping.base && first + nbytes <= mapping.base + mapping.nbytes)
-            return static_cast<uint64_t>(mapping.id) << offset_bits |
+            return (mapping.id % max_regions + 1) << offset_bits |
                    static_cast<uint64_t>(first - mapping.base);
     return 0;
 }
 
 char* TensorMemory::resolve(int rank, uint64_t reference) {
-    uint32_t id = static_cast<uint32_t>(reference >> offset_bits);
-    return attach(rank, id) + (reference & offset_mask);
+    return attach(rank, (reference >> offset_bits) - 1) + (reference & offset_mask);
 }
 
-char* TensorMemory::attach(int rank, uint32_t id) {
+char* TensorMemory::attach(int rank, uint64_t place) {
+    const RankBlock& owner = segment_.block(rank);
+    const SharedMemory& region = owner.regions[place];
+    uint64_t id = region.id.load(std::memory_order_acquire);
     for (const Mapping& mapping : own_mappings_)
         if (rank == rank_ && mapping.id == id) return mapping.base;
+    if (id == 0)  // its owner gave up the call
+        throw no_memory(rank_, "attaching to a peer's freed tensor", region.nbytes, ENOENT);
     peer_mappings_.resize(segment_.layout().nranks, std::vector<Mapping>(max_regions));
-    Mapping& mapping = peer_mappings_[rank][id % max_regions];
+    Mapping& mapping = peer_mappings_[rank][place];
     if (mapping.base != nullptr && mapping.id == id) return mapping.base;
     if (mapping.base != nullptr) munmap(mapping.base, mapping.nbytes);
     mapping = {};
-    const RankBlock& owner = segment_.block(rank);
-    const SharedMemory& region = owner.regions[id % max_regions];
     char path[64];
     snprintf(path, sizeof path, "/proc/%d/fd/%d", owner.identity.pid, region.fd);
     int fd = open(path, O_RDWR | O_CLOEXEC);

@@ -20,23 +20,23 @@ class TensorMemory {
 
     void* allocate(size_t nbytes);
     void free(void* pointer);
-    // A number by which peers find these bytes (region id and offset); 0 if they are not in a
-    // region of this rank.
+    // A number by which peers find these bytes (place of the region and offset); 0 if they are not
+    // in a region of this rank.
     uint64_t reference(const void* pointer, size_t nbytes) const;
     // The bytes that `reference` of that rank means. Maps its region at the first use.
     char* resolve(int rank, uint64_t reference);
 
   private:
     struct Mapping {
-        uint32_t id;
+        uint64_t id;
         char* base;
         size_t nbytes;
     };
-    char* attach(int rank, uint32_t id);
+    char* attach(int rank, uint64_t place);
 
     const Segment& segment_;
     const int rank_;
-    uint32_t last_id_ = 0;
+    uint64_t last_id_ = 0;
     std::vector<Mapping> own_mappings_;
     std::vector<std::vector<Mapping>> peer_mappings_;  // by rank and index of its region
 };
