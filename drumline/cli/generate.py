@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from drumline.contact.loading.configs import TextPrinter
+from drumline.core.detokenize import IncrementalDetokenizer
 from drumline.core.device_map import format_nbytes
 from drumline.errors import DrumlineError
 from drumline.strategies.load import Memory
@@ -86,17 +86,21 @@ def _stream(model: Any, streamer: Any, inputs: Any, max_new_tokens: int, seed: i
     return streamer.summary(num_prompt, tokens.shape[1] - num_prompt, model.traffic)
 
 
-class TimedStreamer(TextPrinter):
-    """A streamer that notes the time of each token."""
+class TimedStreamer:
+    """A streamer that prints the text of tokens as generate() makes them, and notes their times."""
 
     def __init__(self, tokenizer: Any) -> None:
-        super().__init__(tokenizer)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
         self.start = time.monotonic()
         self.times: list[float] = []  # of the prompt, then of each token
 
     def put(self, value: torch.Tensor) -> None:
         self.times.append(time.monotonic())
-        super().put(value)
+        text = "".join(map(self._detokenizer.add, value.flatten().tolist()))
+        print(text, end="", flush=True)
+
+    def end(self) -> None:
+        print(self._detokenizer.flush(), flush=True)
 
     def summary(self, num_prompt: int, num_new: int, traffic: tuple[int, int] | None) -> str:
         """The speed as text. traffic: as of the model."""

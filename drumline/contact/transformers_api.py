@@ -35,7 +35,6 @@ with releases.named_if_gone("transformers"):
         StaticCache,
         StoppingCriteria,
         StopStringCriteria,
-        TextStreamer,
         dynamic_module_utils,
     )
     from transformers.conversion_mapping import get_model_conversion_mapping

@@ -67,7 +67,6 @@ class ServerSettings:
     max_length: int | None = None
     max_running: int = 16
     max_waiting: int = 64
-    prompt_lookup: int = 0
     dtype: str | None = None
     device_map: str = "auto"
     tp: int | None = None
@@ -75,6 +74,7 @@ class ServerSettings:
     chat_template: str | None = None
     log_requests: bool = False
     allowed_origins: Sequence[str] | None = None
+    prompt_lookup: int = 0
     load_options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod

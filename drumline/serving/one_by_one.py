@@ -122,14 +122,19 @@ def _generate(
     def is_over(row: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return torch.tensor([has_ended()], device=row.device)
 
-    model.generate(
-        row,
-        attention_mask=torch.ones_like(row),
-        generation_config=generation_settings(do_sample=False, **endless, **settings),
-        stopping_criteria=[is_over],
-        **{name: _as_input(name, value, row, model.dtype) for name, value in inputs.items()},
-        **options,
-    )
+    # What the checkpoint recommends is the server's to apply, and generate() would do it, too.
+    recommended, model.generation_config = model.generation_config, generation_settings()
+    try:
+        model.generate(
+            row,
+            attention_mask=torch.ones_like(row),
+            generation_config=generation_settings(do_sample=False, **endless, **settings),
+            stopping_criteria=[is_over],
+            **{name: _as_input(name, value, row, model.dtype) for name, value in inputs.items()},
+            **options,
+        )
+    finally:
+        model.generation_config = recommended
 
 
 def _as_input(

@@ -367,14 +367,15 @@ class BatchScheduler(Scheduler):
                 self._start({number: item})
 
     def _generate(self, number: int, item: Generation) -> None:
-        name = [str(number)]
-        choose = functools.partial(self._choose, name, name)
+        choose = functools.partial(self._choose, [str(number)], [str(number)])
         prompt = Prompt(item.tokens, item.inputs)
         generate_alone(self._model, prompt, choose, lambda: number not in self._open)
 
     def _may_look_ahead(self, item: Generation) -> bool:
-        is_alone, is_plain = len(self._open) == 1, item.sampler.is_greedy and not item.inputs
-        return bool(self.limits.prompt_lookup) and is_alone and is_plain
+        """True of a greedy sequence by itself, while tokens that are tried have positions."""
+        is_alone = not self._batches or len(self._open) == 1
+        num_left = self.limits.max_length - len(item.tokens) if not item.inputs else 0
+        return is_alone and item.sampler.is_greedy and 0 < self.limits.prompt_lookup < num_left
 
     def _look_ahead(self, number: int, item: Generation) -> None:
         """Generate with tokens of the text that are tried, until others come, for the batches."""
@@ -386,8 +387,7 @@ class BatchScheduler(Scheduler):
                     item.append(token)
 
         def has_ended() -> bool:
-            is_over = item.is_done or number not in self._open
-            return is_over or bool(self._batches and len(self._open) > 1)
+            return item.is_done or number not in self._open or not self._may_look_ahead(item)
 
         try:
             generate_ahead(self._model, item.tokens, self.limits.prompt_lookup, take, has_ended)
@@ -398,8 +398,8 @@ class BatchScheduler(Scheduler):
             self.limits = replace(self.limits, prompt_lookup=0)
 
     def _score_prompt(self, number: int, item: Generation) -> None:
-        num_top = item.params.num_logprobs or 0
-        logits, scores = score_prompt(self._model, item.prompt, num_top, self._chunk)
+        args = item.prompt, item.params.num_logprobs or 0, self._chunk
+        logits, scores = score_prompt(self._model, *args)
         with self._lock:
             self.num_new_tokens += 1
             item.prompt_logprobs = scores

@@ -70,8 +70,10 @@ class Checkpoints:
     def __init__(self, folder: Path):
         self.folder = folder
         self.made: dict[str, tuple[Any, Path]] = {}
+        self.configs: dict[str, Any] = {}
 
     def make(self, name: str, kind: str, **config: Any) -> tuple[Any, Path]:
+        assert self.configs.setdefault(name, (kind, config)) == (kind, config), name
         if name not in self.made:
             torch.manual_seed(0)
             cls = getattr(transformers, kind)

@@ -89,7 +89,6 @@ TRANSFORMERS = {
     "StoppingCriteria": "a stop of our own: each rank stops when the first does",
     "TENSOR_PROCESSORS": "lay weights of a GGUF file out as a model has them",
     "TensorProcessor": "the one for architectures of GGUF without one of their own",
-    "TextStreamer": "prints what `drumline generate` makes, word by word",
     "dynamic_module_utils": (
         "the class that a checkpoint's own code defines; its constant TIME_OUT_REMOTE_CODE is set "
         "to 0 while models are built, for a rank must not ask on stdin, and nothing else turns "

@@ -111,10 +111,6 @@ def lacks_window(config: Any) -> bool:
     return has_windows and getattr(decoder, "sliding_window", 0) is None
 
 
-class TextPrinter(api.TextStreamer):  # type: ignore[misc]
-    """Prints text as generate() makes its tokens, word by word."""
-
-
 def without_quantization(config: Any) -> Any:
     """The config of the same model with plain weights."""
     plain = copy.deepcopy(config)

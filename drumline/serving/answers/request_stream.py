@@ -18,9 +18,9 @@ from typing import Any
 from fastapi import Request
 
 from drumline import timings
+from drumline.core.detokenize import IncrementalDetokenizer
 from drumline.errors import PeerLost
 from drumline.serving import protocol
-from drumline.serving.answers.detokenize import IncrementalDetokenizer
 from drumline.serving.answers.message_parser import Delta, PlainText
 from drumline.serving.grammar import JsonGrammar
 from drumline.serving.sampling import SamplingParams, TokenLogprob

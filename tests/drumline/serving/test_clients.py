@@ -210,7 +210,7 @@ def test_a_call_in_an_answer_is_a_call_in_the_response(service, tokenizer, strea
 def speaker(checkpoints, byte_tokenizer):
     """A service of a model whose tokens are bytes, so that grammars can bind them."""
     config = {**LLAMA, "vocab_size": 257, "num_hidden_layers": 1, "eos_token_id": 256}
-    _, path = checkpoints.make("bytes", "LlamaForCausalLM", **config)
+    _, path = checkpoints.make("bytes with an end", "LlamaForCausalLM", **config)
     byte_tokenizer.chat_template = "{{ messages[0].content }}"
     limits = ServingLimits(max_length=700)
     with (

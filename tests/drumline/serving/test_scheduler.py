@@ -526,6 +526,34 @@ def test_a_greedy_sequence_that_runs_alone_tries_what_its_text_repeats(plain, lo
         assert len(sampled.tokens()) == 5 and {*sizes[-4:]} == {1}
 
 
+@pytest.mark.parametrize("looks_ahead", [True, False])
+def test_what_a_checkpoint_recommends_is_applied_by_the_server_alone(
+    plain, loaded, monkeypatch, looks_ahead
+):
+    """generate() did it too: twice, or although the request had switched it off."""
+
+    def refuse(*_, **__):
+        raise ValueError("no pages")
+
+    monkeypatch.setattr(loaded.generation_config, "repetition_penalty", 5.0)
+    if not looks_ahead:
+        monkeypatch.setattr(scheduler_module, "tried_manager", refuse)
+    with scheduling(loaded, LOOKUP if looks_ahead else LIMITS) as (scheduler, _):
+        (client,) = submit(scheduler, Client(REPEATED))
+        assert client.tokens() == alone(plain, REPEATED)
+    assert loaded.generation_config.repetition_penalty == 5.0
+
+
+def test_no_more_is_tried_than_there_are_positions_for(loaded, caplog):
+    """GPT-2 has no more positions than its longest text, and failed at the end of it."""
+    limits = ServingLimits(max_length=60, prompt_lookup=4)
+    params = SamplingParams(max_tokens=18, temperature=0, ignore_eos=True)
+    with scheduling(loaded, limits) as (scheduler, sizes):
+        (client,) = submit(scheduler, Client(REPEATED, params))
+        assert len(client.tokens()) == 18 and scheduler.limits.prompt_lookup == 4
+        assert sizes[-3:] == [1] * 3 and max(sizes[-9:-4]) > 1
+
+
 def test_a_sequence_that_ran_alone_goes_on_with_those_that_come(loaded):
     with scheduling(loaded) as (scheduler, _):
         wanted = [c.tokens() for c in submit(scheduler, Client([5], LONG), Client([7, 8], LONG))]

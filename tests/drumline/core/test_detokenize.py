@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from drumline.serving.answers.detokenize import IncrementalDetokenizer
+from drumline.core.detokenize import IncrementalDetokenizer
 
 WORDS = st.text(alphabet="ab é漢🙂", max_size=12)
 
