@@ -312,8 +312,10 @@ class Service:
     def _check_inputs(self, prompts: Prompts) -> None:
         """Raise ApiError where what images come to is more than may be held at a time."""
         new = sum(len(prompt.inputs) for prompt in prompts if isinstance(prompt, Prompt))
+        if not new:
+            return
         held = {id(item.prompt): len(item.inputs) for item, _ in self.scheduler.unfinished()}
-        if new and new + sum(held.values()) > MAX_INPUTS_NBYTES:
+        if new + sum(held.values()) > MAX_INPUTS_NBYTES:
             text = "Too many large images are in progress; retry later."
             raise protocol.ApiError(429, text, "server_busy")
 

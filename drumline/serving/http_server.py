@@ -183,7 +183,7 @@ def limits_for(model: Any, max_length: int, settings: ServerSettings) -> Serving
 
 
 def _image_reader(folder: str | Path, tokenizer: Any, options: Mapping[str, Any]) -> Any:
-    """The reader of images for the model; the tokenizer gets its chat template if it has none."""
+    """The reader of images for the model, if it takes any; the tokenizer gets its chat template."""
     from drumline.serving.image_reader import ImageReader
 
     try:

@@ -512,8 +512,8 @@ def test_what_layers_hand_on_is_not_asked_for_its_gradient(checkpoints, on_maste
         return logits(model)
 
     places = {"": 0, **{f"decoder.block.{n}": 1 for n in range(4)}}
-    found = on_master(path, 2, work, device_map=places)
-    torch.testing.assert_close(found, work(plain), atol=1e-3, rtol=1e-3)
+    over_ranks = on_master(path, 2, work, device_map=places)
+    torch.testing.assert_close(over_ranks, work(plain), atol=1e-3, rtol=1e-3)
 
 
 def test_logits_of_routers_are_refused_where_some_would_be_missing(checkpoints, on_master):
