@@ -499,8 +499,8 @@ def test_the_groups_of_a_batch_use_the_stream_of_the_thread_that_wants_them(monk
     cuda, own = cuda_on_cpu.install(monkeypatch), cuda_on_cpu.Stream()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with cuda.stream(own):
-        found = MicrobatchRunner().map(lambda item: torch.cuda.current_stream(), range(2))
-    assert found == [own, own]
+        streams = MicrobatchRunner().map(lambda item: torch.cuda.current_stream(), range(2))
+    assert streams == [own, own]
 
 
 def test_chunks_are_not_made_where_layers_come_back_to_the_master(checkpoints, on_master, groups):

@@ -312,9 +312,9 @@ def test_weights_that_stay_in_float32_do_so_in_each_shard(ranks, checkpoints, me
         return {name: tensor.dtype for name, tensor in model.named_parameters()}, outputs.logits
 
     options = {"tp_plan": styles} if "tp" in mesh else {}
-    for found, mine in on_ranks(ranks, path, 2, work, mesh=mesh, dtype="float16", **options):
-        assert found == dtypes
-        torch.testing.assert_close(mine, work(plain)[1], rtol=1e-2, atol=1e-2)
+    for wide, logits in on_ranks(ranks, path, 2, work, mesh=mesh, dtype="float16", **options):
+        assert wide == dtypes
+        torch.testing.assert_close(logits, work(plain)[1], rtol=1e-2, atol=1e-2)
 
 
 def test_a_config_with_an_infinite_number_reaches_every_rank():

@@ -171,8 +171,8 @@ def test_a_sum_waits_as_long_as_its_communicator_and_no_longer(ranks, opened):
             assert call.timeout_ns == 10**8
             if info.rank == 0:
                 comm.allreduce(torch.ones(8))
-                told = (CommunicatorTimeout, PeerLost)  # here, or by the watchdog
-                with pytest.raises(told, match="timed out waiting for rank 1"):
+                kinds = (CommunicatorTimeout, PeerLost)  # here, or by the watchdog
+                with pytest.raises(kinds, match="timed out waiting for rank 1"):
                     comm.check()
             comm.coor.barrier()
 
