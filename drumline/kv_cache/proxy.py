@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from drumline.contact import cache_layers, caches
-from drumline.contact.cache_layers import CROPPABLE, DynamicLayer, is_filled
+from drumline.contact.cache_layers import CROPPABLE, DynamicLayer
 from drumline.contact.caches import Cache
 from drumline.core.mixed_classes import mixed_class
 from drumline.errors import DrumlineError, RefusedUse
@@ -221,13 +221,6 @@ def _check_empty(cache: Cache, layers: Iterable[int]) -> None:
                 "and change one with its own methods (crop, batch_select_indices, reorder_cache) "
                 "or copy.deepcopy."
             )
-
-
-def came_filled(cache: Cache) -> bool:
-    """True if a cache that is not known to other ranks yet holds tokens, or a state."""
-    if isinstance(cache, CacheProxy):
-        return False
-    return (is_own(cache) and len(cache) > 0) or any(map(is_filled, cache.layers))
 
 
 def _recipe(cache: Cache) -> tuple[Any, ...]:

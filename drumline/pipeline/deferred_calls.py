@@ -26,8 +26,10 @@ from drumline.core.pytree import (
     iter_leaves,
 )
 from drumline.errors import StageError
-from drumline.kv_cache.pass_context import PassContext
+from drumline.kv_cache import proxy
+from drumline.kv_cache.placeholder import LayerOrigin
 from drumline.pipeline.lazy_tensor import LazyTensor, LazyUnknownShape, fetched
+from drumline.pipeline.pass_hooks import PassContext
 from drumline.stages.messages import Message
 from drumline.stages.program import Program, StageStep
 
@@ -47,6 +49,10 @@ class CalledLayer(Protocol):
     name: str
     rank: int
     outputs: dict[InternedSpec, TreeSpec]
+    counts_by_pass: bool | None
+    origins: dict[int, LayerOrigin]
+    cache_layers: tuple[int, ...]
+    fills: dict[tuple[InternedSpec, tuple[int, ...]], tuple[int, ...]]
 
     @property
     def producer(self) -> Producer:
@@ -103,6 +109,8 @@ class DeferredCalls:
     ) -> LazyTensor | None:
         """One more layer of a run, which is given `hidden`. Returns what it will put out, if that
         is known to be a hidden state and nothing else."""
+        if run.caches and hidden is not None:
+            self._count_tokens(run, layer, hidden, new)
         if run.layers:
             run.hidden_slots.append(~hidden.slot)
         else:
@@ -113,6 +121,22 @@ class DeferredCalls:
         output = layer.outputs.get(run.spec) if new is None else new.output
         is_usual = output == NEW_HIDDEN_STATE
         return self.lazy("hidden", layer.producer, hidden) if is_usual else None
+
+    def _count_tokens(
+        self, run: LayerRun, layer: CalledLayer, hidden: torch.Tensor, new: NewCall | None
+    ) -> None:
+        """Count what the call puts into the cache, unless that has to be seen first."""
+        cache, shape = run.caches[0], self.context.shape
+        by_pass = layer.counts_by_pass if new is None else new.counts_by_pass
+        fills = run.fills_of(layer) if new is None else new.fills
+        if new is not None and new.output is None:
+            is_unsure = by_pass is None and not proxy.matches_pass_shape(shape, hidden)
+            if is_unsure or proxy.is_own(cache):  # which may get no keys anywhere
+                fills = new.fills = None
+        if fills is not None:
+            proxy.account_tokens(cache, fills, hidden, shape, by_pass, layer.origins)
+            if new is not None:
+                new.lengths = proxy.layer_lengths(cache, fills)
 
     def flush(self, *, is_amid_pass: bool = False) -> Message | None:
         """Run the calls; every hidden state that somebody still holds gets its value.
@@ -311,6 +335,10 @@ class LayerRun:
     def is_continued_by(self, args: Any, kwargs: Any) -> bool:
         """True if these are the same arguments, except the hidden state."""
         return self.spec.has_reusable_arguments and _identities(args, kwargs) == self.identities
+
+    def fills_of(self, layer: CalledLayer) -> tuple[int, ...] | None:
+        """The layers of a cache that a layer fills in this run, None if that is not known."""
+        return layer.fills.get((self.spec, self.numbers)) if self.numbers else layer.cache_layers
 
     def slots_by_layer(self) -> list[tuple[int, ...]]:
         return [self.slots, *((hidden, *self.slots[1:]) for hidden in self.hidden_slots)]

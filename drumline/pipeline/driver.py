@@ -13,7 +13,6 @@ import torch
 
 from drumline.core.pytree import Leaves, flatten
 from drumline.errors import DrumlineError, PeerLost, StageError
-from drumline.kv_cache.pass_context import PassContext
 from drumline.kv_cache.proxy import CacheProxy, cache_number, prepare_next_token
 from drumline.pipeline.deferred_calls import (
     CallsByThread,
@@ -21,10 +20,11 @@ from drumline.pipeline.deferred_calls import (
     OutputUsage,
     SpecTable,
 )
-from drumline.pipeline.interrupt import DelayedInterrupt
 from drumline.pipeline.microbatch_runner import MicrobatchRunner
+from drumline.pipeline.pass_hooks import PassContext
+from drumline.stages.interrupt import DelayedInterrupt
 from drumline.stages.messages import Message, MessageKind
-from drumline.stages.program import NOTHING, Program
+from drumline.stages.program import NOTHING
 from drumline.stages.ring import Ring
 
 if TYPE_CHECKING:
@@ -41,7 +41,9 @@ class PipelineDriver:
 
     def __init__(self, ring: Ring | TpDriverRing, device: torch.device):
         self.ring, self.device, self.specs = ring, device, SpecTable()
-        self._programs: dict[tuple[Any, ...], tuple[Program, int]] = {}
+        self._programs: dict[
+            tuple[Any, ...], tuple[int, tuple[int, ...]]
+        ] = {}  # number, slots sent
         self._program_numbers, self._cache_numbers = itertools.count(1), itertools.count(1)
         self._operations: deque[tuple[Any, ...]] = deque()
         self._send_lock, self._reply_arrived = threading.Lock(), threading.Condition()
@@ -116,7 +118,8 @@ class PipelineDriver:
                 self._is_desynchronised = True  # whether it had come back is unknown
             raise
         finally:
-            self.microbatches.acquire_turn(runner)
+            if runner is not None:
+                self.microbatches.acquire_turn(runner)
         reply.tensors = reply.tensors[len(leaves.tensors) :]
         for tensor in reply.tensors:
             if tensor.is_cuda:  # another thread, on its own stream, may have received it
@@ -147,12 +150,11 @@ class PipelineDriver:
         entry = self._programs.get(key)
         if entry is None:
             program = calls.program(operations.template, len(leaves.tensors), starts)
-            entry = self._programs[key] = program, next(self._program_numbers)
+            entry = self._programs[key] = next(self._program_numbers), program.leaving(0)
             text = program.to_json()
-        program, number = entry
+        number, slots = entry
         tensors = leaves.tensors + calls.inputs.tensors
-        sent = [tensors[slot] for slot in program.leaving(0)]
-        return Message(MessageKind.CALL, number, ints, sent, text)
+        return Message(MessageKind.CALL, number, ints, [tensors[slot] for slot in slots], text)
 
     def _answer(self, pending: PendingReply, calls: DeferredCalls) -> Message:
         with self._reply_arrived:

@@ -33,8 +33,8 @@ from drumline.contact.caches import cache_of
 from drumline.contact.passes import knows_masks_of_windows
 from drumline.contact.releases import READ, installed
 from drumline.core.mixed_classes import mixed_class
-from drumline.kv_cache.pass_context import PassContext
 from drumline.pipeline.overlap import MicrobatchMixin
+from drumline.pipeline.pass_hooks import PassContext
 from drumline.pipeline.remote_layer import cache_layers
 
 ROWS, TOKENS = 8, 64

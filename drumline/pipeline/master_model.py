@@ -9,24 +9,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
-from coordinator import torch_private
 from drumline.checkpoint.plan_executor import LoadStats
-from drumline.contact.model_parts import is_model
 from drumline.core.device_map import DeviceMap
 from drumline.core.layer_kinds import kinds_of
 from drumline.core.mixed_classes import mixed_class
-from drumline.errors import DrumlineError, exit_code
+from drumline.errors import exit_code
 from drumline.offload.prefetcher import WeightPrefetcher
 from drumline.pipeline import unsupported
 from drumline.pipeline.driver import PipelineDriver
 from drumline.pipeline.fast_paths import warn_if_off
-from drumline.pipeline.lazy_tensor import LazyTensor, fetch_all, fetch_input
 from drumline.pipeline.overlap import MicrobatchMixin
 from drumline.pipeline.paged_generation import PagedGenerationMixin
+from drumline.pipeline.pass_hooks import UnrecordedOutputs, install_hooks
 from drumline.pipeline.remote_layer import RemoteModule
-from drumline.pipeline.unsupported import UnsupportedMixin, is_requested
+from drumline.pipeline.unsupported import UnsupportedMixin
 from drumline.stages import message_trace
 from drumline.stages.stage_weights import LoadedStage
 
@@ -95,7 +92,7 @@ def distribute(
         warn_if_off()
         if remote is None:
             remote = {name: rank for name, (rank, _) in device_map.places.items() if rank != 0}
-        unrecorded: unsupported.UnrecordedOutputs = []
+        unrecorded: UnrecordedOutputs = []
         scale = functools.partial(driver.record, "scale_weight")
         tied = {
             name for pair in getattr(model, "all_tied_weights_keys", {}).items() for name in pair
@@ -106,108 +103,9 @@ def distribute(
             module.forward = RemoteModule(driver, name, module, rank, kinds[name])
             unsupported.make_read_only(module, name, rank, unrecorded, scale, tied)
         unsupported.show_device(model, model._first_device)
-        _install_hooks(model, remote, driver, unrecorded)
+        install_hooks(model, remote, driver.context, unrecorded)
         message_trace.trace_driver(model, driver)
     return model
-
-
-def _install_hooks(
-    model: nn.Module,
-    remote: Mapping[str, int],
-    driver: PipelineDriver,
-    unrecorded: unsupported.UnrecordedOutputs,
-) -> None:
-    """Have the models around remote layers return plain tensors to the user.
-
-    Local modules with weights, such as a norm behind remote layers, are given plain ones: an
-    operation on a lazy tensor takes longer. Modules without weights may hand it on as it is."""
-    checks = unsupported.PassChecks({name: model.get_submodule(name) for name in remote})
-    model._pass_checks = checks  # type: ignore[assignment]
-
-    def give_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        fetched = _fetch_output(output, driver.context.loses_gradient)
-        _refuse_unrecorded(unrecorded, model, module, kwargs)
-        return fetched
-
-    dotted = {name[:at] for name in remote for at, letter in enumerate(name) if letter == "."}
-    around = dotted | {""} if remote else dotted
-    for name, module in model.named_modules():
-        if name in remote:
-            continue
-        if name in around:
-            module.register_forward_pre_hook(checks.check, with_kwargs=True)
-            module.register_forward_pre_hook(driver.context.begin, with_kwargs=True)
-            module.register_forward_hook(driver.context.end, always_call=True)
-            module.register_forward_hook(give_output, with_kwargs=True)
-        elif name.rpartition(".")[0] in around and any(True for _ in module.parameters()):
-            module.register_forward_pre_hook(fetch_input)
-
-
-def _refuse_unrecorded(
-    unrecorded: unsupported.UnrecordedOutputs, model: nn.Module, module: nn.Module, kwargs: Any
-) -> None:
-    """Raise for outputs that transformers records in a part of a layer, as hidden states of Zamba.
-
-    After the pass, for it says where it records in the first one that is asked for any.
-    """
-    keys = dict.fromkeys(key for key, _, _ in unrecorded)
-    requested = [key for key in keys if is_requested(f"output_{key}", module, kwargs)]
-    for key, part, rank in unrecorded if requested else ():
-        if key in requested and _recorder(model, part) is module:
-            raise DrumlineError(
-                f"rank 0: output_{key}=True, but this model makes them inside of layers, as in "
-                f"{part} on rank {rank}, so some would be missing; pass output_{key}=False, or "
-                "load the model on one rank."
-            )
-
-
-def _recorder(model: nn.Module, part: str) -> nn.Module:
-    """The innermost model around a part, whose output it would go into."""
-    while part:
-        part = part.rpartition(".")[0]
-        if is_model(model.get_submodule(part)):
-            break
-    return model.get_submodule(part)
-
-
-def _fetch_output(output: Any, loses_gradient: bool) -> Any:
-    if torch.is_grad_enabled():
-        forbid = functools.partial(_forbid_gradient, is_due=loses_gradient)
-        return torch_private.tree_map(forbid, fetch_all(output))
-    return fetch_all(output) if _has_lazy(output) else None
-
-
-def _has_lazy(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(_has_lazy(item) for item in value)
-    if isinstance(value, dict):
-        return any(_has_lazy(item) for item in value.values())
-    return isinstance(value, LazyTensor)
-
-
-def _forbid_gradient(value: Any, is_due: bool) -> Any:
-    """A tensor whose gradient, if one is asked for, is an error rather than half of the truth.
-
-    is_due: on one rank it would have one even if it requires none here.
-    """
-    if not isinstance(value, torch.Tensor):
-        return value
-    if is_due and value.is_floating_point() and not value.requires_grad:
-        value = value.detach().requires_grad_()
-    return _NoGradient.apply(value) if value.requires_grad else value  # type: ignore[no-untyped-call]
-
-
-class _NoGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise DrumlineError(
-            "rank 0: no gradient comes back from layers on other ranks, so this one would be "
-            "wrong; use the distributed model for inference only, under torch.no_grad()."
-        )
 
 
 def _leave(driver: PipelineDriver | None) -> None:

@@ -44,7 +44,8 @@ class MicrobatchRunner:
                 runner.is_cancelled = True
             raise
         finally:
-            self.acquire_turn(own_turn)
+            if own_turn is not None:
+                self.acquire_turn(own_turn)
         return [runner.future.result() for runner in runners]
 
     def release_turn(self, sends: Any = None) -> MicrobatchThread | None:
@@ -59,11 +60,10 @@ class MicrobatchRunner:
         runner.has_left.set()
         return runner
 
-    def acquire_turn(self, runner: MicrobatchThread | None) -> None:
-        if runner is not None:
-            self.turn.acquire()
-            if runner.is_cancelled:
-                raise Cancelled
+    def acquire_turn(self, runner: MicrobatchThread) -> None:
+        self.turn.acquire()
+        if runner.is_cancelled:
+            raise Cancelled
 
 
 class MicrobatchThread(threading.Thread):

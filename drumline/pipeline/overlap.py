@@ -32,8 +32,9 @@ from drumline.kv_cache.merge_caches import can_be_merged
 from drumline.kv_cache.proxy import CacheProxy, merge_proxies
 from drumline.pipeline import microbatch
 from drumline.pipeline.driver import PipelineDriver
+from drumline.pipeline.pass_hooks import PassChecks
 from drumline.pipeline.remote_layer import RemoteModule, is_autocast_enabled
-from drumline.pipeline.unsupported import PassChecks, RemoteLayerError
+from drumline.pipeline.unsupported import RemoteLayerError
 
 Whole = Callable[..., Any]
 
@@ -68,9 +69,10 @@ class MicrobatchMixin:
         except RemoteLayerError as error:  # BigBird changes its layers for a short text
             self._pass_checks.half_changed = error
             raise
-        finally:
+        except BaseException:
             if self._driver is not None:  # no hook hears of an interrupt
                 self._driver.context.end(self)
+            raise
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
         whole: Whole = super().__call__  # type: ignore[misc]

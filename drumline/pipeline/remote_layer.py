@@ -53,8 +53,6 @@ class RemoteModule:
             return self._start_run(args, kwargs)
         hidden = args[0]
         new = None if run.spec in self.outputs else self._new_call(run, hidden)
-        if run.caches:
-            self._advance(run, hidden, new)
         if (output := calls.add(run, self, hidden, new)) is not None:
             return output
         leaves = pytree.Leaves(run.ints, [hidden, *run.tensors], run.caches)
@@ -81,8 +79,6 @@ class RemoteModule:
         calls, run = self.driver.calls.begin_run(self.rank, spec, leaves, args, kwargs)
         hidden = leaves.tensors[0] if leaves.tensors else None
         new = self._new_call(run, hidden)
-        if leaves.caches and hidden is not None:
-            self._advance(run, hidden, new)
         if (output := calls.add(run, self, hidden, new)) is not None:
             return output
         return self._result(calls, run, leaves, new)
@@ -90,7 +86,7 @@ class RemoteModule:
     def _new_call(self, run: LayerRun, hidden: torch.Tensor | None) -> NewCall | None:
         """The expectation of a call of a new form, which the reply confirms; None if the layer was
         seen with this form."""
-        fills = self._known_fills(run)
+        fills = run.fills_of(self) if run.numbers else self.cache_layers
         if run.spec in self.outputs and fills is not None:
             return None
         usual = None if self.kind is None or run.numbers else self.kind.outputs.get(run.spec)
@@ -99,30 +95,12 @@ class RemoteModule:
         fills = tuple([self.own_cache_layers[at] for at in usual.filled])
         return NewCall(self, usual.output, fills, usual.counts_by_pass)
 
-    def _known_fills(self, run: LayerRun) -> tuple[int, ...] | None:
-        """The layers of a cache that the layer fills, None if that is not known."""
-        return self.fills.get((run.spec, run.numbers)) if run.numbers else self.cache_layers
-
     def _unknown_layers(self, cache: Cache) -> Sequence[int]:
         """The layers of a cache that must be empty, as this rank would know nothing of the tokens.
 
         What layers put there in the present pass is no matter: HRM's take turns in one cache.
         """
         return () if self.driver.context.came_empty(cache) else self.cache_layers
-
-    def _advance(self, run: LayerRun, hidden: torch.Tensor, new: NewCall | None) -> None:
-        """Count what the call puts into the cache, unless that has to be seen first."""
-        cache, shape = run.caches[0], self.driver.context.shape
-        by_pass = self.counts_by_pass if new is None else new.counts_by_pass
-        fills = self._known_fills(run) if new is None else new.fills
-        if new is not None and new.output is None:
-            is_unsure = by_pass is None and not proxy.matches_pass_shape(shape, hidden)
-            if is_unsure or proxy.is_own(cache):  # which may get no keys anywhere
-                fills = new.fills = None
-        if fills is not None:
-            proxy.account_tokens(cache, fills, hidden, shape, by_pass, self.origins)
-            if new is not None:
-                new.lengths = proxy.layer_lengths(cache, fills)
 
     def _result(
         self, calls: DeferredCalls, run: LayerRun, leaves: pytree.Leaves, new: NewCall | None

@@ -11,11 +11,12 @@ from torch import nn
 from coordinator import torch_private
 from drumline.checkpoint.json_files import MERGE_ADAPTER
 from drumline.contact.caches import without_caches
-from drumline.contact.loading.configs import attention_of, is_config
+from drumline.contact.loading.configs import attention_of
 from drumline.contact.model_hooks import ModelHooks
 from drumline.contact.model_parts import is_model, recorded_output
 from drumline.core.mixed_classes import mixed_class
-from drumline.errors import DrumlineError, RefusedUse
+from drumline.errors import DrumlineError
+from drumline.pipeline.pass_hooks import PassChecks, UnrecordedOutputs
 
 NO_TRAINING = "it is for inference, under torch.no_grad(); train on a model that is whole"
 NOT_COMPILED = "leave its forward as it is, for it waits for other ranks in every pass"
@@ -42,66 +43,6 @@ SCALING_METHODS = ("div_", "mul_")
 
 class RemoteLayerError(DrumlineError):
     """Something was to be put into a layer on another rank."""
-
-
-class PassChecks:
-    """Checks of each pass of a model with remote layers, before it begins.
-
-    The attention implementations of these layers cannot change after loading: masks are made here
-    in the form that an implementation takes, so a mixture would be wrong.
-    """
-
-    half_changed: DrumlineError | None = None
-    """Why a pass was refused that had begun to change the layers."""
-
-    def __init__(self, layers: Mapping[str, nn.Module]):
-        self._loaded: dict[int, tuple[Any, str | None, str]] = {}
-        for name, layer in layers.items():
-            for part in layer.modules():
-                config = getattr(part, "config", None)
-                if is_config(config):
-                    self._loaded.setdefault(id(config), (config, attention_of(config), name))
-
-    def __deepcopy__(self, memo: Any) -> PassChecks:
-        return self
-
-    def accept(self) -> None:
-        """Take what they are now for what they were: the ranks know of it."""
-        self._loaded = {
-            key: (config, attention_of(config), name)
-            for key, (config, _, name) in self._loaded.items()
-        }
-
-    def check(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Raise DrumlineError for a pass whose results would be wrong: a hook of models."""
-        if self.half_changed is not None:
-            raise DrumlineError(
-                f"{self.half_changed} A pass that began with it has changed the layers before "
-                "this one already, so load the model again."
-            )
-        for name in ("output_attentions", "output_router_logits"):
-            if is_requested(name, module, kwargs):
-                raise RefusedUse(
-                    f"rank 0: {name}=True, but these are made inside the layers and do not leave "
-                    f"their ranks, so some would be missing; pass {name}=False or set it so in "
-                    "model.config, or load the model on one rank."
-                )
-        for config, loaded, name in self._loaded.values():
-            now = attention_of(config)
-            if now != loaded:
-                raise RefusedUse(
-                    f"rank 0: the attention of {name} was changed from {loaded} to {now} after "
-                    "loading, of which the rank that runs it knows nothing, so masks would not be "
-                    f"those that it takes; load the model with attn_implementation={now!r}, or "
-                    f"set it back to {loaded!r}."
-                )
-
-
-def is_requested(name: str, module: nn.Module, kwargs: Any) -> bool:
-    """True if a pass of a model is asked for an output, by an argument or its config."""
-    setting = kwargs.get(name)
-    config = getattr(module, "config", None)
-    return bool(getattr(config, name, False) if setting is None else setting)
 
 
 class UnsupportedMixin(ModelHooks):
@@ -189,10 +130,6 @@ for _mark in torch_private.compile_marks:
 
 for _name, _why in REFUSED_METHODS.items():
     setattr(UnsupportedMixin, _name, _refusing(_name, *_why))
-
-
-UnrecordedOutputs = list[tuple[str, str, int]]
-"""The name of an output, and a part, with its rank, where transformers would record it."""
 
 
 def make_read_only(

@@ -11,6 +11,7 @@ all that matters on the way; the second number of a row leaves them out.
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import subprocess
 import sys
@@ -31,7 +32,7 @@ HELPERS = (
     "drumline/contact/passes.py",
     "drumline/contact/loading/configs.py",
     "drumline/kv_cache/placeholder.py",
-    "drumline/pipeline/interrupt.py",
+    "drumline/stages/interrupt.py",
 )
 RANK_SCRIPT = """
 import os, sys
@@ -86,13 +87,15 @@ class Way:
 
 @contextlib.contextmanager
 def followed() -> Iterator[Way]:
-    """The way of what this thread does in the block."""
+    """The way of what this thread does in the block, without what garbage of others does."""
     way = Way()
+    gc.disable()
     sys.setprofile(way)
     try:
         yield way
     finally:
         sys.setprofile(None)
+        gc.enable()
 
 
 def of_run() -> str:
@@ -121,16 +124,22 @@ def allreduce(info: Any) -> Way:
         return way
 
 
+ONE_REMOTE_LAYER = {"": 0, "model.layers.1": 1}
+"""The device map of a Llama whose second layer, of two, is on another rank."""
+
+
 def token(model: Any) -> Way:
-    """One more token of a model that other ranks hold layers of."""
+    """One more token of generate(), of a model that other ranks hold layers of."""
     import torch
     from transformers import DynamicCache
 
+    gc.collect()  # other ranks are told of caches that are gone, with the next token
     cache, ids = DynamicCache(), torch.tensor([[5]])
-    for _ in range(4):
-        model(ids, past_key_values=cache).logits.sum()
-    with followed() as way:
-        model(ids, past_key_values=cache).logits.sum()
+    with torch.no_grad():  # as generate() calls the model
+        for _ in range(4):
+            model(ids, past_key_values=cache).logits.sum()
+        with followed() as way:
+            model(ids, past_key_values=cache).logits.sum()
     return way
 
 
@@ -138,11 +147,10 @@ def _tokens(info: Any, folder: str) -> Way | None:
     import drumline
     from coordinator import Coordinator
 
-    rooms = {0: 26_000, 1: 1 << 30}
     with (
         contextlib.suppress(drumline.WorkerExit),
         Coordinator(info) as coor,
-        drumline.load(folder, coor=coor, max_memory=rooms) as model,
+        drumline.load(folder, ONE_REMOTE_LAYER, coor) as model,
     ):
         return token(model)
     return None

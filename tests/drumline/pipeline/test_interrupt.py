@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from drumline.pipeline.driver import PipelineDriver
-from drumline.pipeline.interrupt import DelayedInterrupt
+from drumline.stages.interrupt import DelayedInterrupt
 
 
 def test_an_interrupt_waits_for_the_end_of_a_message_and_a_second_one_does_not():

@@ -5,7 +5,7 @@ import sys
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
-from drumline.kv_cache.pass_context import PassContext
+from drumline.pipeline.pass_hooks import PassContext
 
 
 def interrupted_at(count: int, context: PassContext, model: nn.Module) -> None:
