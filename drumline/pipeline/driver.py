@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MODEL_OPERATIONS = ("scale_weight", "use_attention")
-"""Those on the model; all others are on a cache, whose number is their first argument."""
+"""Those on the model, which may be sent twice; all others are on a cache, whose number is their
+first argument."""
 
 
 class PipelineDriver:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import weakref
 from collections.abc import Mapping
@@ -93,7 +94,11 @@ def distribute(
         if remote is None:
             remote = {name: rank for name, (rank, _) in device_map.places.items() if rank != 0}
         unrecorded: UnrecordedOutputs = []
-        scale = functools.partial(driver.record, "scale_weight")
+        numbers = itertools.count(1)
+
+        def scale(*scaling: Any) -> None:
+            driver.record("scale_weight", next(numbers), *scaling)
+
         tied = {
             name for pair in getattr(model, "all_tied_weights_keys", {}).items() for name in pair
         }

@@ -107,6 +107,7 @@ class Stage:
         self.caches = CacheRegistry(getattr(model, "config", None))
         self.routes: dict[int, StageRoute] = {}
         self._prebuilt: tuple[Message, StageCall] | None = None
+        self._scalings: set[int] = set()  # that are done
         self._current_step = ""  # for the error that it raises
         message_trace.trace_stage(self)
 
@@ -254,9 +255,11 @@ class Stage:
         if failures:
             raise failures[0]
 
-    def _scale_weight(self, rank: int, name: str, method: str, number: float) -> None:
-        if rank != self.ring.hop:
+    def _scale_weight(self, serial: int, rank: int, name: str, method: str, number: float) -> None:
+        """Scale it once, though an interrupted master sends again what may have been sent."""
+        if rank != self.ring.hop or serial in self._scalings:
             return
+        self._scalings.add(serial)
         module, _, own_name = name.rpartition(".")
         weight = getattr(self.modules[module], own_name)
         if weight.device.type != self.device.type:

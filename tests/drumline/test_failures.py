@@ -306,16 +306,44 @@ def test_a_message_that_cannot_be_sent_leaves_its_form_usable_and_no_cache_half_
                 model(ids, use_cache=False)
             return model(ids, use_cache=False).logits.tolist()
 
-        found = [fail_once()]
+        logits = [fail_once()]
         model(ids, past_key_values=cropped)
         cropped.crop(-4)
-        found.append(fail_once())
+        logits.append(fail_once())
         with pytest.raises(drumline.DrumlineError, match="from an empty cache"):
             model(ids, past_key_values=cropped)
-        return found
+        return logits
 
     with torch.no_grad():
         assert on_master(path, 2, work) == [plain(ids).logits.tolist()] * 2
+
+
+def test_a_weight_is_scaled_once_though_its_message_may_have_been_sent(checkpoints, on_master):
+    """It was sent again, as the switch of the attention is, and so the weight was scaled twice."""
+    plain, path = checkpoints.llama()
+    ids = torch.arange(3, 12)[None]
+
+    @torch.no_grad()
+    def work(model):
+        ring = model._driver.ring
+        send = ring.send
+
+        def send_and_interrupt(message):
+            ring.send = send
+            send(message)
+            raise KeyboardInterrupt
+
+        for interrupt in (send_and_interrupt, send):
+            model.model.layers[-1].mlp.down_proj.weight.div_(2)
+            ring.send = interrupt
+            with contextlib.suppress(KeyboardInterrupt):
+                model(ids)
+        return model(ids).logits.tolist()
+
+    scaled = copy.deepcopy(plain)
+    with torch.no_grad():
+        scaled.model.layers[-1].mlp.down_proj.weight.div_(4)
+        assert on_master(path, 2, work) == scaled(ids).logits.tolist()
 
 
 def test_a_reply_that_cannot_be_taken_ends_the_model_for_every_thread(checkpoints, on_master):
