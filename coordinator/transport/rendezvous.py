@@ -84,10 +84,12 @@ class Rendezvous:
 
     def _check(self, key: str) -> None:
         """Raise if a member will not come; ask who has, before it is too late to ask."""
-        self.check_lost()
+        left_s, patience_s = self.pending.left_s, self.pending.timeout_s / 4
+        limit_s = min(self._timings.answer_s, left_s)
+        # Of one that is over rank 0 knows nobody: who has its answer already may have left since.
+        self.check_lost(lambda: self._ask_arrived(key, limit_s) == [])
         if self.parent is None:
             self._notice.log_if_due(lambda: self._describe_missing(key))
-        left_s, patience_s = self.pending.left_s, self.pending.timeout_s / 4
         if self._arrived is None and left_s < min(self._timings.answer_s, patience_s):
             self._arrived = self._ask_arrived(key, left_s)
 
@@ -101,11 +103,14 @@ class Rendezvous:
         missing, where = sorted({*ranks} - {*seen}), self.session.client.server_address
         return f"ranks {missing} of {info.world_size} at {where}; ranks seen: {seen}"
 
-    def check_lost(self) -> None:
-        """Raise if a member is dead or has left, or what the caller knows besides."""
+    def check_lost(self, has_come: Callable[[], bool] = lambda: False) -> None:
+        """Raise if a member is dead or has left, or what the caller knows besides.
+
+        has_come: as in FailureDetector.check_members.
+        """
         self._check_more()
         if self.parent is not None:
-            self.parent.check_members(self.members, self.pending)
+            self.parent.check_members(self.members, self.pending, has_come)
         if time.monotonic() > self._refresh_at:
             limit_s = min(self._timings.answer_s, self.pending.left_s)
             self.session.heartbeat.refresh(limit_s, self.key)

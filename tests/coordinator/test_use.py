@@ -21,6 +21,7 @@ from coordinator import (
     CoordinatorTimings,
     PeerLost,
 )
+from coordinator.control.server import ControlServer
 from coordinator.control.session import this_process
 from coordinator.store.lock import Locks
 from coordinator.transport import gloo_transport  # noqa: F401 - so that no rank has to import torch
@@ -424,6 +425,33 @@ def test_who_comes_to_a_group_that_was_given_up_hears_so(ranks, nodes):
     early, late = ranks(body, 2, nodes)
     assert re.match(r"rank 0 waited \d+\.\d s in split #1 \(test_use\.py:", early), early
     assert "rank 1 entered split #1" in late and "rank 0 had already given up" in late, late
+
+
+def test_a_rank_that_leaves_behind_a_split_breaks_it_for_none_that_still_awaits_its_answer(
+    ranks, monkeypatch
+):
+    answer_all, is_slow = ControlServer._answer_all, threading.Event()
+
+    def answer_slowly(server, requesters, value):
+        for requester in requesters:
+            answer_all(server, [requester], value)
+            time.sleep(0.4 * is_slow.is_set())
+
+    def body(info):
+        coor = Coordinator(info, timeout_s=20)
+        coor.barrier()
+        is_slow.set()
+        part = None if coor.is_master() else coor.split([2, 1])
+        if info.rank == 1:
+            assert coor.split([0, 1]).allgather(b"") == [b"", b""]  # nor is anything after it
+        if coor.is_master():
+            coor.split([0, 1]).allgather(b"")
+        if part is not None:
+            part.close()
+        coor.close()
+
+    monkeypatch.setattr(ControlServer, "_answer_all", answer_slowly)
+    ranks(body, 3)
 
 
 def test_a_rank_that_dies_while_others_join_is_named_with_its_process(fork):
