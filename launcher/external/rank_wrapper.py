@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import itertools
 import json
 import os
 import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -88,12 +89,13 @@ def _supervise(rank_pid: int, pipes: Pipes, crash_fd: int, logs: Path) -> RankEx
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     for _, write_end in pipes.values():
         os.close(write_end)
-    # Blocks until the rank knows who it is, or has ended before.
-    identity = json.loads(os.read(pipes["identity"][0], 1000) or b"{}")
+    streams, identity_fd = {pipes[name][0]: name for name in STREAMS}, pipes["identity"][0]
+    early = _read_early(streams, identity_fd)
+    identity = json.loads(os.read(identity_fd, 1000) or b"{}")
     if identity:
         linux.set_process_name(f"wrapper of {identity['rank']}")
     with contextlib.suppress(OSError):  # nobody reads any longer: the rank will find that out
-        _forward(rank_pid, {pipes[name][0]: name for name in STREAMS}, identity.get("rank"), logs)
+        _forward(rank_pid, early, streams, identity.get("rank"), logs)
     for name in STREAMS:
         os.close(pipes[name][0])
     _, status = os.waitpid(rank_pid, 0)
@@ -132,12 +134,27 @@ def _rank_exit(
     return RankExit(identity, code, failure)
 
 
-def _forward(rank_pid: int, streams: dict[int, str], rank: int | None, logs: Path) -> None:
+def _read_early(streams: Iterable[int], identity_fd: int) -> list[tuple[int, bytes]]:
+    """The data of each stream until the rank knows who it is, or has ended: MPI may print much."""
+    open_fds, early = set(streams), []
+    while identity_fd not in (ready := select.select([*open_fds, identity_fd], [], [])[0]):
+        early += [(fd, os.read(fd, 1 << 16)) for fd in ready]
+        open_fds -= {fd for fd, data in early if not data}
+    return early
+
+
+def _forward(
+    rank_pid: int,
+    early: Iterable[tuple[int, bytes]],
+    streams: dict[int, str],
+    rank: int | None,
+    logs: Path,
+) -> None:
     """Forward whole lines until the rank has ended, even where its children hold its streams."""
     buffers = {fd: LineBuffer() for fd in streams}
     pidfd = os.pidfd_open(rank_pid)
     with contextlib.closing(FileIO(pidfd)), _log_files(logs, rank) as files:
-        for fd, data in _read(streams, pidfd):
+        for fd, data in itertools.chain(early, _read(streams, pidfd)):
             _log(files, streams[fd], data)
             lines = buffers[fd].feed(data)
             rest = [] if data or not buffers[fd].nbytes else [buffers[fd].take()]

@@ -1,8 +1,13 @@
 """The process between an external launcher and a rank."""
 
+import subprocess
+import sys
 from io import FileIO
+from pathlib import Path
 
 from launcher.external import rank_wrapper
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_log_that_cannot_be_written_is_named_and_the_rank_goes_on(capfd, tmp_path):
@@ -26,3 +31,25 @@ def test_a_log_that_cannot_be_opened_is_named_and_the_rank_goes_on(capfd, tmp_pa
     assert (tmp_path / "rank-0.out").read_bytes() == b"text"
     line = f"[launcher] {tmp_path}/rank-0.err cannot be written, and ends here: Is a directory\n"
     assert capfd.readouterr().err == line
+
+
+TALKS = """
+from pathlib import Path
+from launcher.external import rank_wrapper
+
+def talk(report_identity):
+    print("x" * 200_000, flush=True)
+    report_identity(rank=3, local_rank=3)
+    print("known", flush=True)
+    return 0
+
+rank_wrapper.run_wrapped(talk, Path("missing"))
+"""
+
+
+def test_a_rank_may_print_more_than_a_pipe_takes_before_it_knows_who_it_is():
+    """As in MPI_Init, where MPI is told to be verbose: both waited for each other."""
+    done = subprocess.run(
+        [sys.executable, "-c", TALKS], capture_output=True, cwd=ROOT, timeout=20, check=True
+    )
+    assert done.stdout.splitlines() == [b"[3] " + b"x" * 200_000, b"[3] known"]
