@@ -63,7 +63,8 @@ def launch(
     encrypt: all Coordinators and Communicators of the ranks encrypt; see docs/security.md.
 
     nnodes: with multiprocessing and torchrun, each node calls this, and the variable
-    DRUMLINE_TOKEN holds the same token on all of them, as docs/security.md says.
+    DRUMLINE_TOKEN holds the same token on all of them, as docs/security.md says. Each call takes
+    it out of the environment: set it before each.
 
     Raises LaunchError as soon as one rank fails, after ending the others. Processes that
     ranks leave running are ended with them.
