@@ -100,9 +100,7 @@ class FailureNotifier:
     def _unsubscribe(self, subscription: Subscription) -> None:
         with self._lock:
             self._subscriptions = [other for other in self._subscriptions if other != subscription]
-            is_last = not self._subscriptions
-        if is_last:
-            self._stop()
+        self._stop()
 
     def close(self) -> None:
         """End the thread; a callback that is running ends first, unless it is the caller."""
@@ -117,7 +115,10 @@ class FailureNotifier:
         self._wakeup = -1
 
     def _stop(self) -> None:
+        """End the thread, unless there are subscribers: another may have come meanwhile."""
         with self._lock:
+            if self._subscriptions and not self._is_closed:
+                return
             thread, self._thread = self._thread, None
             if thread is not None:
                 os.eventfd_write(self._wakeup, 1)

@@ -286,6 +286,25 @@ def test_without_subscribers_no_thread_runs(ranks):
     assert ranks(body, 3) == [(0, 3, 0)] * 3
 
 
+def test_who_subscribes_while_the_last_other_leaves_is_told_of_failures(ranks):
+    """The thread was ended for the one that left, and the other was never called."""
+    has_subscribed = threading.Event()
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            if coor.rank == 1:
+                return has_subscribed.wait(20)  # and closes its Coordinator
+            log, first, notifier = Log(), coor.on_failure(print), coor._detector.notifier
+            stop = notifier._stop
+            notifier._stop = lambda: (coor.on_failure(log), stop())
+            first.close()
+            notifier._stop = stop
+            has_subscribed.set()
+            return [failure.rank for failure in log.wait()]
+
+    assert ranks(body, 2) == [[1], True]
+
+
 def test_a_subscriber_that_raises_does_not_silence_the_others(fork):
     def body(info):
         coor, log = Coordinator(info, timeout_s=20), Log()
