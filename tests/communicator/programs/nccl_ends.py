@@ -58,7 +58,8 @@ def live(info, library, end):
     if info.rank == 1:
         end(coor, comm)
     else:
-        print(json.dumps([end.__name__, see(coor, comm)]), flush=True)
+        line = f"{json.dumps([end.__name__, see(coor, comm)])}\n"
+        os.write(1, line.encode())  # at once: where PYTHONUNBUFFERED is set, print() writes twice
 
 
 def start(info, library, end):
