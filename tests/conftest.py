@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -192,6 +193,15 @@ def hosts():
         pytest.skip(str(error))
     with network:
         yield network
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """SIGINT reaches this process and its children, also if a shell started the tests with `&`, and
+    so ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import itertools
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
@@ -64,14 +63,6 @@ def test_every_step_is_in_the_archive_before_the_next_begins(results):
         "third": "43",
     }
     assert "exit 3" in logs(results)["third"]
-
-
-@pytest.fixture
-def interrupts():
-    """SIGINT reaches children, also if a shell started the tests with `&`, and so ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

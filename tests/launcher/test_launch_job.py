@@ -204,10 +204,8 @@ def test_children_of_the_program_survive_a_killed_fork_server():
         os.waitpid(-1, os.WNOHANG)
 
 
-def test_ctrl_c_in_a_program_that_launches_is_a_keyboard_interrupt(request):
-    """A shell starts a job in the background with SIGINT ignored, and this process may be one."""
-    old = signal.signal(signal.SIGINT, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, old))
+@pytest.mark.usefixtures("interrupts")
+def test_ctrl_c_in_a_program_that_launches_is_a_keyboard_interrupt():
     with pytest.raises(KeyboardInterrupt):
         launcher.launch(interrupt, 2, args=(os.getpid(),))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -13,6 +13,7 @@ from drumline.pipeline.driver import PipelineDriver
 from drumline.stages.interrupt import DelayedInterrupt
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_waits_for_the_end_of_a_message_and_a_second_one_does_not():
     done = []
     with pytest.raises(KeyboardInterrupt), DelayedInterrupt():
