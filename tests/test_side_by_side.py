@@ -26,3 +26,19 @@ def test_files_that_another_process_took_leave_nothing_set_up(warm, tmp_path):
     """
     found = warm.run("-c", textwrap.dedent(script), tmp_path)
     assert found.returncode == 0 and "2 passed" in found.stdout, found.stdout + found.stderr
+
+
+def test_a_process_that_a_signal_ends_is_told_of(warm):
+    """With SIGHUP its code was that of tests that fail, without a word of which."""
+    script = """
+        import os
+        from tests.programs.side_by_side import Processes
+
+        processes, pid = Processes(1), os.fork()
+        if not pid:
+            os.kill(os.getpid(), 1)
+        processes._end([pid])
+    """
+    found = warm.run("-c", textwrap.dedent(script))
+    told = "process 0 of the tests was ended by signal 1"
+    assert found.returncode == 1 and told in found.stdout, found.stdout + found.stderr

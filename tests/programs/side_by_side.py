@@ -99,8 +99,10 @@ class Processes:
         """In the parent: ends with the code of the one that failed."""
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         self.close()
-        for number in range(1, self._count):
-            sys.stdout.write(self._log(number).read_text())
+        for number, code in enumerate(codes):
+            sys.stdout.write(self._log(number).read_text() if number else "")
+            if code < 0:
+                sys.stdout.write(f"\nprocess {number} of the tests was ended by signal {-code}\n")
         sys.stdout.flush()
         shutil.rmtree(self._folder)
         os._exit(max(map(abs, codes)))
