@@ -11,6 +11,7 @@ import math
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -192,6 +193,7 @@ class PluginBackend(Backend):
         self._comm.name_rank(self._me)
 
     def _load_plugin(self) -> None:
+        self._dropped: list[int] = []  # addresses of tensors that nobody uses any longer
         self._plugin = _native.open(self.path)
         empty = bool(self._plugin.caps & EMPTY)
         self.capabilities = replace(
@@ -225,6 +227,7 @@ class PluginBackend(Backend):
         if self.call_checker is not None:
             self.call_checker.remove()
         if hasattr(self, "_comm"):  # not if init failed
+            _free(self._comm, self._dropped)
             self._comm.close()
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -265,9 +268,10 @@ class PluginBackend(Backend):
                 "device=comm.device), which every collective takes."
             )
         nbytes = math.prod(sizes) * dtype.itemsize
+        _free(self._comm, self._dropped)
         address = self._comm.mem_alloc(nbytes)
         memory = (ctypes.c_byte * nbytes).from_address(address)
-        weakref.finalize(memory, _mem_free, self._comm, address).atexit = False
+        weakref.finalize(memory, _free, self._comm, self._dropped, address).atexit = False
         return torch.frombuffer(memory, dtype=dtype).view(sizes)
 
     def allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: Op) -> None:
@@ -332,11 +336,15 @@ def _milliseconds(timeout_s: float) -> int:
     return min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
 
 
-def _mem_free(comm: _native.Comm, address: int) -> None:
-    try:
-        comm.mem_free(address)
-    except DrumlineError:
-        pass  # closed before: the process gives it back
+def _free(comm: _native.Comm, dropped: list[int], *addresses: int) -> None:
+    """Free these, and those that were dropped before. Waits for no call of another thread, which
+    may wait for this one: until that ends they are dropped, and the next empty() frees them."""
+    dropped += addresses
+    with suppress(DrumlineError, IndexError):  # closed before: the process gives it back
+        while dropped:
+            address = dropped.pop()
+            if not comm.mem_free(address, False):
+                return dropped.append(address)
 
 
 def _empty_private(self: PluginBackend, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -137,16 +137,23 @@ PyObject* comm_mem_alloc(PyObject* object, PyObject* argument) {
     return PyLong_FromVoidPtr(pointer);
 }
 
-PyObject* comm_mem_free(PyObject* object, PyObject* argument) {
+// False, and nothing is freed, if it is not to wait and another thread is in a call.
+PyObject* comm_mem_free(PyObject* object, PyObject* args) {
     Comm* self = comm_of(object);
     CallSite site = site_of(self, "mem_free");
     if (!COMM_HAS(self->table, mem_free)) return raise_not_offered(site, self->table);
-    void* pointer = PyLong_AsVoidPtr(argument);
+    PyObject* address;
+    int waits = 1;
+    if (!PyArg_ParseTuple(args, "O|p", &address, &waits)) return nullptr;
+    void* pointer = PyLong_AsVoidPtr(address);
     if (PyErr_Occurred()) return nullptr;
-    if (!call_library(self, site,
-                      [&](comm_t comm) { return self->table->mem_free(comm, pointer); }))
+    if (waits)
+        self->call_mutex->lock();
+    else if (!self->call_mutex->try_lock())
+        return new_reference(Py_False);
+    if (!call_locked(self, site, [&](comm_t comm) { return self->table->mem_free(comm, pointer); }))
         return nullptr;
-    return new_reference(Py_None);
+    return new_reference(Py_True);
 }
 
 // Makes a reduction that multiplies by one number, of the dtype that will be reduced, and sums.
@@ -304,7 +311,7 @@ PyMethodDef comm_methods[] = {
     {"name_rank", comm_name_rank, METH_O,
      "name_rank(text) for errors, where this rank has another number than here"},
     {"mem_alloc", comm_mem_alloc, METH_O, "mem_alloc(nbytes) -> address"},
-    {"mem_free", comm_mem_free, METH_O, "mem_free(address)"},
+    {"mem_free", comm_mem_free, METH_VARARGS, "mem_free(address, waits=True) -> bool"},
     {"scaled_sum", comm_scaled_sum, METH_O, "scaled_sum(tensor of one number) -> op"},
     {"free_op", comm_free_op, METH_O, "free_op(op)"},
     {"handle", comm_handle, METH_NOARGS,

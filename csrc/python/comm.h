@@ -47,10 +47,9 @@ PyObject* raise_closed(const CallSite& site);
 void raise_call_error(const Comm* self, comm_result code, std::string error);
 PyObject* raise_not_offered(const CallSite& site, const comm_plugin* table);
 
-// Calls the library without the GIL, so that any call may wait for other ranks.
+// As call_library, where call_mutex is locked already; unlocks it.
 template <class Body>
-bool call_library(Comm* self, const CallSite& site, Body body) {
-    self->call_mutex->lock();
+bool call_locked(Comm* self, const CallSite& site, Body body) {
     bool is_open = self->handle != nullptr;
     comm_result code = COMM_OK;
     if (is_open) {
@@ -65,6 +64,13 @@ bool call_library(Comm* self, const CallSite& site, Body body) {
     if (code != COMM_OK) raise_call_error(self, code, std::move(error));
     if (!is_open) raise_closed(site);
     return is_open && code == COMM_OK;
+}
+
+// Calls the library without the GIL, so that any call may wait for other ranks.
+template <class Body>
+bool call_library(Comm* self, const CallSite& site, Body body) {
+    self->call_mutex->lock();
+    return call_locked(self, site, body);
 }
 
 // A call that moves this tensor. Calls of 0 elements go only to libraries with COMM_CAP_EMPTY.

@@ -1,6 +1,8 @@
 """Tensors that live in shared memory from the start."""
 
 import gc
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -110,6 +112,28 @@ def test_memory_that_was_given_back_is_not_kept_by_peers(with_shm):
         return shared_nbytes()
 
     assert max(with_shm(body, 2)) < 4 << 20
+
+
+def test_the_end_of_a_tensor_waits_for_no_call_of_another_thread(with_shm):
+    """A garbage collection may free it on any thread, which the call may wait for."""
+    is_gone, before = threading.Event(), shared_nbytes()
+
+    def body(comm):
+        if comm.rank == 1:
+            was_gone = is_gone.wait(10)
+            comm.barrier()
+            return was_gone
+        tensor = comm.empty((1 << 20,)).fill_(1)
+        calling = threading.Thread(target=comm.barrier)
+        calling.start()
+        time.sleep(0.2)
+        del tensor
+        is_gone.set()
+        calling.join()
+        comm.empty(1)
+        return shared_nbytes() - before < 1 << 20
+
+    assert with_shm(body, 2) == [True, True]
 
 
 def test_more_tensors_than_the_table_holds_is_an_error(with_shm):
