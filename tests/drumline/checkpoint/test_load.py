@@ -159,23 +159,23 @@ def test_a_tied_head_that_is_stored_too_is_planned_as_it_is_loaded(
         own = model.lm_head.weight.clone()
         return nbytes, sum(model.device_map.nbytes.values()), own
 
-    wanted, *_ = on_master(path, 1, work)
+    tied_nbytes, *_ = on_master(path, 1, work)
     for difference in (0, 1):
         tensors = load_file(path / "model.safetensors")
         head = tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + difference
         save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-        nbytes, planned, found = on_master(tmp_path, 1, work)
+        nbytes, planned, stored_head = on_master(tmp_path, 1, work)
         described = describe_checkpoint(tmp_path, LoadOptions())
         parts = sized_model(described, LoadOptions())[2]
-        assert planned == nbytes == parts.nbytes == wanted + difference * head.nbytes
-        assert torch.equal(found, head)
+        assert planned == nbytes == parts.nbytes == tied_nbytes + difference * head.nbytes
+        assert torch.equal(stored_head, head)
 
     whole = (tmp_path / "model.safetensors").read_bytes()
     with open(tmp_path / "model.safetensors", "wb") as file:  # as a plan has the Hub's
         file.write(whole[: 8 + int.from_bytes(whole[:8], "little")])
         file.truncate(len(whole))
     described = describe_checkpoint(tmp_path, LoadOptions())
-    assert sized_model(described, LoadOptions())[2].nbytes == wanted + head.nbytes
+    assert sized_model(described, LoadOptions())[2].nbytes == tied_nbytes + head.nbytes
 
 
 def test_a_layer_is_not_split_where_the_model_names_only_its_attention(checkpoints):
