@@ -19,6 +19,7 @@ from communicator import Communicator, Unsupported
 from coordinator import Coordinator
 from drumline import timings
 from drumline.contact import model_parts
+from drumline.core.consistency import run_on_all_ranks
 from drumline.core.cpu.onednn_products import linear
 from drumline.core.device_map import Place, first_device, offload_level
 from drumline.core.meta_pass import MetaPass
@@ -118,12 +119,12 @@ def _in_turn(
     """
     kernels = [coor.peers[rank].boot_id for rank in ranks]
     turns = {rank: kernels[:n].count(kernels[n]) for n, rank in enumerate(ranks)}
-    result = None
-    for turn in range(max(turns.values()) + 1):
-        if turns.get(coor.rank if first is None else first) == turn:
-            result = work()
-        coor.barrier()
-    return result
+    own_turn = turns.get(coor.rank if first is None else first)
+    results = [
+        run_on_all_ranks(coor, work if turn == own_turn else lambda: None)
+        for turn in range(max(turns.values()) + 1)
+    ]
+    return None if own_turn is None else results[own_turn]
 
 
 def best_window(took: list[float]) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from drumline.core.consistency import run_on_all_ranks
+from drumline.core.consistency import run_and_share, run_on_all_ranks
 from drumline.core.device_map import KINDS_OF_DEVICE, Place, place_of, sort_places
 from drumline.errors import PlanError
 from launcher import free_memory_by_limit
@@ -39,7 +39,7 @@ def cluster_memory(coor: Any) -> dict[Place, int]:
     `share`. An accelerator belongs to one of the ranks that see it, so that it is counted once
     however many see it, see `assign_accelerators`.
     """
-    reports = coor.allgather_object(_report(coor))
+    _, reports = run_and_share(coor, lambda: _report(coor), lambda report: report)
     cpus = share([report["limits"] for report in reports])
     owned = assign_accelerators(reports)
     free_nbytes: dict[Place, int] = {}

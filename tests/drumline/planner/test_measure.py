@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 import drumline
 from coordinator import Coordinator, peers
 from drumline.core.meta_pass import LiveMemory
-from drumline.planner import measure
+from drumline.planner import measure, memory
 from drumline.planner.cost_model import DeviceSpeed, GroupSpeed, LinkSpeed
 from drumline.planner.measure import (
     best_window,
@@ -143,6 +143,34 @@ def test_auto_gives_a_slow_host_few_layers_and_equal_hosts_the_same(
     device_map = ranks(rank, 4, nodes=[2, 2])[0]
     assert sum("layers" in name for name in device_map.of(2)) == num_layers
     assert ("at" in str(device_map)) == (num_layers == 1)
+
+
+@pytest.mark.parametrize("module", [memory, measure])
+def test_an_error_of_one_rank_while_it_measures_is_raised_on_all(
+    ranks_or_errors, monkeypatch, module
+):
+    """It alone raised, and the others waited for it."""
+    limits, failing = memory.free_memory_by_limit, set()
+
+    def fail_on_one():
+        if threading.get_ident() in failing:
+            raise OSError("no such file")
+        return limits()
+
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            if info.rank == 1:
+                failing.add(threading.get_ident())
+            try:
+                if module is memory:
+                    memory.cluster_memory(coor)
+                else:
+                    measure_speeds(coor, [(0, "cpu"), (1, "cpu")], torch.float32)
+            except Exception as error:
+                return str(error)
+
+    monkeypatch.setattr(module, "free_memory_by_limit", fail_on_one)
+    assert all("no such file" in text for text in ranks_or_errors(rank, 2))
 
 
 def test_a_host_that_stands_still_most_of_the_time_is_not_as_fast_as_its_best_round():
