@@ -22,10 +22,13 @@ def send(fd: int, record: dict[str, Any]) -> None:
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The record of a line; None if the line is raw text."""
+    """The record of a line, {} if a stack dump cut into it; None if the line is raw text."""
     if not line.startswith(SEPARATOR.encode()):
         return None
-    return json_values.loads(line[1:])  # type: ignore[no-any-return]
+    try:
+        return json_values.loads(line[1:])  # type: ignore[no-any-return]
+    except ValueError:
+        return {}
 
 
 class LineBuffer:

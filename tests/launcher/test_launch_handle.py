@@ -41,6 +41,17 @@ def sleep_on_rank_0(path):
     time.sleep(FOREVER_S)
 
 
+def crash_amid_the_result():
+    write = os.write
+
+    def write_a_part(fd, data):
+        write(fd, data[:100])
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    os.write = write_a_part
+    return "a" * 1000
+
+
 def await_pids(launch):
     while not (launch.pids and all(launch.pids)):
         time.sleep(0.01)
@@ -132,6 +143,12 @@ def die_untold_on_rank_1(folder):
         time.sleep(0.01)
     seen.touch()
     raise ConnectionError("rank 1 is gone")
+
+
+def test_a_rank_that_crashes_while_it_sends_its_result_is_named():
+    """Its stacks cut into the result, which the launcher could not read and failed itself."""
+    with pytest.raises(launcher.LaunchError, match=r"rank 0 .*SIGSEGV"):
+        launcher.launch(crash_amid_the_result, 1)
 
 
 def test_a_rank_that_fails_for_the_death_of_another_comes_after_it(tmp_path):
