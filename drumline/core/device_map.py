@@ -186,8 +186,15 @@ class DeviceMap:
         return sum(self.kept_nbytes.get(name, 0) for name, device in running if device == place[1])
 
     def free_for_tokens(self, place: Place) -> tuple[int, int]:
-        """The bytes of a place that were planned for caches, and those beyond the plan."""
-        return self.used_by_caches(place), self.free_nbytes.get(place, 0) - self.used(place)
+        """The bytes of a place that were planned for caches, and those beyond the plan and the two
+        largest layers that come there to run."""
+        moved = sorted(
+            self.nbytes[name] - self.kept_nbytes.get(name, 0)
+            for name, device in self.runs_on(place[0]).items()
+            if device == place[1] != self.places[name][1]
+        )
+        free = self.free_nbytes.get(place, 0) - self.used(place) - sum(moved[-2:])
+        return self.used_by_caches(place), free
 
     def picture(self, width: int = 24) -> str:
         """One line per place: a bar of its memory, the bytes, and what it holds."""
