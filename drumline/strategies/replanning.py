@@ -123,10 +123,11 @@ class Replanner:
         try:
             leave(*arguments)
         finally:
-            lost = [f for f in self.coor.failures() if f.reason is not FailureReason.LEFT]
-            if lost:  # the other ranks wait to hear who goes on
+            lost = next((driver.lost for driver in arguments if driver is not None), None)
+            failures = [f for f in self.coor.failures() if f.reason is not FailureReason.LEFT]
+            if failures or lost:  # the other ranks wait to hear who goes on
                 _close_listener(self.coor.survivors(release=True, timeout_s=TIMINGS.drain_s))
-                error = PeerLost(str(lost[0]), lost)
+                error = PeerLost(str(failures[0]), failures) if failures else lost
             self.coor.__exit__(type(error) if error else None, error, None)
 
     @contextlib.contextmanager

@@ -173,6 +173,28 @@ def test_ranks_that_never_meet_raise_the_loss_for_which_they_came(monkeypatch):
     assert raised.value is lost and replanner.coor is before
 
 
+CUT_OFF = """
+import sys
+import drumline
+
+def lose():
+    raise drumline.PeerLost("rank 0 lost its connection to rank 1")
+
+options = {"on_failure": "replan", "max_memory": ["1GB"] * 2}
+with drumline.load(sys.argv[1], "balanced", **options) as model:
+    try:
+        model._driver._failing_all_threads(lose)
+    except drumline.PeerLost:
+        pass
+"""
+
+
+def test_a_rank_that_is_cut_off_and_alive_ends_with_the_script(checkpoints, start):
+    """It waited to hear who goes on, and rank 0 for it, until the end of the launch."""
+    processes = start(CUT_OFF, 2, checkpoints.llama()[1])
+    assert [process.wait(30) for process in processes] == [0, 0]
+
+
 FAILING = """
 import sys, drumline, launcher
 
