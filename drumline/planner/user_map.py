@@ -83,8 +83,8 @@ def _lookup(
     if place not in free_nbytes:
         places = ", ".join(f"{rank} {device}" for rank, device in free_nbytes)
         raise PlanError(
-            f"device_map puts {name!r} on rank {place[0]} {place[1]}, which does not exist or has "
-            f"no free memory; the places are {places}."
+            f"device_map puts {name!r} on rank {place[0]} {place[1]}, which does not exist or is "
+            f"left out of max_memory; the places are {places}."
         )
     return place
 
