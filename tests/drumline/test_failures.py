@@ -412,11 +412,11 @@ def test_a_rank_that_leaves_in_a_layer_is_the_one_that_is_named(
             return model.generate(prompt, max_new_tokens=3)
 
     path = checkpoints.llama()[1]
-    found = ranks_or_errors(rank, 4)
-    assert isinstance(found[2], SystemExit) and found[2].code == 5
+    outcomes = ranks_or_errors(rank, 4)
+    assert isinstance(outcomes[2], SystemExit) and outcomes[2].code == 5
     for other in (0, 1, 3):
-        assert isinstance(found[other], drumline.PeerLost)
-        assert "rank 2 (host" in str(found[other]).partition(" is gone")[0]
+        assert isinstance(outcomes[other], drumline.PeerLost)
+        assert "rank 2 (host" in str(outcomes[other]).partition(" is gone")[0]
 
 
 def test_a_rank_that_cannot_load_is_named_with_its_traceback(
@@ -522,13 +522,13 @@ def test_a_cache_is_cropped_on_a_rank_that_has_no_memory_for_the_message(
     """That rank went on with all of its tokens."""
     armed, take = [False], Stage._arrived_tensors
 
-    def arrived(self, *given):
+    def arrived(self, *arguments):
         if armed[0]:
             raise RuntimeError("out of memory")
-        return take(self, *given)
+        return take(self, *arguments)
 
     monkeypatch.setattr(Stage, "_arrived_tensors", arrived)
-    monkeypatch.setattr(Stage, "_prebuild_call", lambda *given: None)
+    monkeypatch.setattr(Stage, "_prebuild_call", lambda *arguments: None)
     ids = torch.arange(3, 12)[None]
 
     def work(model):
@@ -549,7 +549,7 @@ def test_a_cache_is_cropped_on_a_rank_that_has_no_memory_for_the_message(
 def test_a_change_of_a_cache_that_fails_is_told_to_the_calls_that_use_it_alone(
     checkpoints, on_master, monkeypatch
 ):
-    def fail(*given):
+    def fail(*arguments):
         raise ArithmeticError("planted")
 
     monkeypatch.setattr(owner, "change_layers", fail)

@@ -182,17 +182,17 @@ def test_a_layer_is_not_split_where_the_model_names_only_its_attention(checkpoin
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     kind = "RobertaPreLayerNormForMaskedLM"
     plain, _ = checkpoints.make("prelayernorm", kind, num_attention_heads=4, vocab_size=64, **sizes)
-    found = profile_model(plain)
-    names = [part.name for part in found.layers]
+    profile = profile_model(plain)
+    names = [part.name for part in profile.layers]
     assert names == [f"roberta_prelayernorm.encoder.layer.{n}" for n in range(2)]
-    _assert_tied_around(found, "roberta_prelayernorm.embeddings", "lm_head")
+    _assert_tied_around(profile, "roberta_prelayernorm.embeddings", "lm_head")
 
 
-def _assert_tied_around(found, *names):
+def _assert_tied_around(profile, *names):
     """BERT's class of embeddings is one that stays whole; planned as a layer, on another rank than
     the head that is tied to it, it left that without weights, and any numbers came out."""
-    assert {name for tie in found.ties for name in tie} == {*names}
-    assert {*names} <= {part.name for part in found.others}
+    assert {name for tie in profile.ties for name in tie} == {*names}
+    assert {*names} <= {part.name for part in profile.others}
 
 
 def test_tied_weights_are_on_one_rank_wherever_they_are(checkpoints, on_master):
@@ -232,12 +232,12 @@ def complaints(ranks_or_errors, path, blind=()) -> list[str]:
 
     def rank(info):
         with Coordinator(info, timeout_s=20) as coor:
-            mine = "nowhere" if info.rank in blind else path
-            drumline.load(mine, coor=coor, max_memory=[1 << 30] * 3).close()
+            folder = "nowhere" if info.rank in blind else path
+            drumline.load(folder, coor=coor, max_memory=[1 << 30] * 3).close()
 
-    found = ranks_or_errors(rank, 3)
-    assert all(isinstance(error, drumline.CheckpointError) for error in found), found
-    return [str(error) for error in found]
+    errors = ranks_or_errors(rank, 3)
+    assert all(isinstance(error, drumline.CheckpointError) for error in errors), errors
+    return [str(error) for error in errors]
 
 
 def loaded_by(ranks, paths, nprocs, work=lambda model: None, **options):
@@ -284,20 +284,20 @@ def test_ranks_without_files_are_sent_their_part(checkpoints, ranks, tmp_path, s
 
 def test_rank_0_reads_every_tensor_once_and_the_others_nothing(checkpoints, ranks, monkeypatch):
     plain, path = checkpoints.llama()
-    found = {}
+    stats = {}
 
     def noted(model, *arguments):
         coor = arguments[4]
-        found[coor.rank] = fill(model, *arguments)
-        return found[coor.rank]
+        stats[coor.rank] = fill(model, *arguments)
+        return stats[coor.rank]
 
     monkeypatch.setattr(pipeline_parallel, "fill", noted)
-    mine = loaded_by(ranks, [path, "nowhere", "nowhere"], 3, lambda model: model.loaded)
-    assert mine == found[0]
+    shown = loaded_by(ranks, [path, "nowhere", "nowhere"], 3, lambda model: model.loaded)
+    assert shown == stats[0]
     total = sum(tensor.nbytes for tensor in plain.parameters())
-    assert [found[rank].nbytes_read for rank in range(3)] == [total, 0, 0]
-    assert sum(found[rank].share for rank in range(3)) == total
-    assert found[0].nbytes_sent == total - found[0].share
+    assert [stats[rank].nbytes_read for rank in range(3)] == [total, 0, 0]
+    assert sum(stats[rank].share for rank in range(3)) == total
+    assert stats[0].nbytes_sent == total - stats[0].share
 
 
 def test_files_that_only_another_rank_has_are_of_no_use(checkpoints, ranks_or_errors):
@@ -307,9 +307,9 @@ def test_files_that_only_another_rank_has_are_of_no_use(checkpoints, ranks_or_er
         with Coordinator(info, timeout_s=20) as coor:
             drumline.load("nowhere" if info.rank == 0 else path, coor=coor)
 
-    found = ranks_or_errors(rank, 2)
-    assert all(isinstance(error, drumline.CheckpointError) for error in found), found
-    assert all("nowhere" in str(error) for error in found)
+    errors = ranks_or_errors(rank, 2)
+    assert all(isinstance(error, drumline.CheckpointError) for error in errors), errors
+    assert all("nowhere" in str(error) for error in errors)
 
 
 def test_ranks_with_other_files_than_rank_0_are_named(sharded, tmp_path, ranks_or_errors):
@@ -374,9 +374,9 @@ def test_of_two_checkpoints_in_a_folder_that_of_transformers_is_read(
     change(folder, tmp_path / "other")
     if change is before_an_older_listing:
         (folder / "model.safetensors").write_bytes(kept)
-    wanted = greedy(plain)
-    assert greedy(LlamaForCausalLM.from_pretrained(folder)) == wanted
-    assert on_master(folder, 2, greedy) == wanted
+    tokens = greedy(plain)
+    assert greedy(LlamaForCausalLM.from_pretrained(folder)) == tokens
+    assert on_master(folder, 2, greedy) == tokens
 
 
 def test_a_tensor_in_two_files_of_which_none_is_named_is_an_error(checkpoints, tmp_path):
@@ -450,7 +450,7 @@ LLAMA = '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], '
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "complaint"),
     [
         ("{", "config.json holds no JSON object"),
         ('{"model_type": "nobody"}', "config.json describes no model"),
@@ -462,10 +462,12 @@ LLAMA = '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], '
         (f'{LLAMA} "hidden_act": "x"}}', "no LlamaForCausalLM can be built"),
     ],
 )
-def test_a_config_of_no_model_is_an_error_on_every_rank(sharded, ranks_or_errors, config, said):
+def test_a_config_of_no_model_is_an_error_on_every_rank(
+    sharded, ranks_or_errors, config, complaint
+):
     (sharded / "config.json").write_text(config)
     for text in complaints(ranks_or_errors, sharded):
-        assert said in text
+        assert complaint in text
 
 
 def test_a_missing_file_is_an_error_on_every_rank(sharded, ranks_or_errors):
