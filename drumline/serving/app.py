@@ -353,15 +353,16 @@ def application(
     service: Service, key: str | None, allowed_origins: Sequence[str] | None = None
 ) -> Any:
     """The ASGI application. With a key, every path but / and /health requires it as a bearer
-    token; the page at / holds nothing of the model, and asks for the key.
+    token or as x-api-key; the page at / holds nothing of the model, and asks for the key.
 
     allowed_origins: of pages whose scripts may send requests and read the answers; * is any.
     """
 
     async def authorize(request: Request) -> None:
-        header = request.headers.get("authorization", "")
-        if key is not None and not hmac.compare_digest(header.encode(), f"Bearer {key}".encode()):
-            text = "The API key is missing or wrong: send 'Authorization: Bearer KEY'."
+        headers, valid = request.headers, f"Bearer {key}".encode()
+        sent = headers.get("authorization", ""), f"Bearer {headers.get('x-api-key', '')}"
+        if key is not None and not any(hmac.compare_digest(each.encode(), valid) for each in sent):
+            text = "The API key is missing or wrong: send 'Authorization: Bearer KEY' or x-api-key."
             raise protocol.ApiError(401, text, "invalid_api_key")
 
     app = FastAPI(title="drumline", docs_url=None, redoc_url=None, openapi_url=None)

@@ -364,7 +364,7 @@ def test_a_template_that_does_not_end_ends_its_request_alone(service, tokenizer,
     assert all("did not end within 0.3 s" in text for _, text in endless)
 
 
-def headers_of(service, headers=(), method="POST", origins=None, path="/v1/completions"):
+def headers_of(service, headers=(), method="POST", origins=None, path="/v1/completions", key=None):
     """The status and the headers of an answer."""
     sent = []
     body = json.dumps({"model": "llama", "prompt": "5", "max_tokens": 1}).encode()
@@ -379,7 +379,7 @@ def headers_of(service, headers=(), method="POST", origins=None, path="/v1/compl
         sent.append(message)
 
     scope = {"type": "http", "method": method, "path": path, "headers": [*headers]}
-    made = app.application(service, None, origins)
+    made = app.application(service, key, origins)
     asyncio.run(made({**scope, "query_string": b""}, receive, send))
     return sent[0]["status"], dict(sent[0]["headers"])
 
@@ -439,3 +439,21 @@ def test_metrics_have_the_time_between_tokens_and_the_names_of_vllm(service):
     assert f"vllm:request_success_total{{{label}}} 1.0" in text
     for name in ("num_requests_waiting", "kv_cache_usage_perc"):
         assert f'vllm:{name}{{model_name="llama"}} 0.0' in text
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"x-api-key": "secret"}, 200),
+        ({"authorization": "Bearer secret"}, 200),
+        ({"authorization": "Bearer secret", "x-api-key": "guess"}, 200),
+        ({"x-api-key": "guess"}, 401),
+        ({"x-api-key": "Bearer secret"}, 401),
+        ({"authorization": "secret"}, 401),
+        ({}, 401),
+    ],
+)
+def test_a_key_may_be_sent_as_anthropics_clients_do(service, headers, status):
+    """They were answered 401, whatever key they had."""
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    assert headers_of(service, raw, "GET", path="/v1/models", key="secret")[0] == status
