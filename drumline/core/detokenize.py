@@ -37,7 +37,7 @@ class IncrementalDetokenizer:
     ) -> None:
         self.tokenizer, self.stop = tokenizer, stop
         self._skip_special_tokens = skip_special_tokens
-        self.is_stopped = False
+        self.stopped_by = ""  # the stop string that came
         self._tokens = list(prompt[-NUM_PROMPT_TOKENS:])
         if self.text_of(self._tokens).endswith(REPLACEMENT):
             self._tokens = []
@@ -56,7 +56,7 @@ class IncrementalDetokenizer:
 
     def flush(self) -> str:
         """The text held back so far, to call after the last token."""
-        if self.is_stopped:
+        if self.stopped_by:
             return ""
         text = self._before_stop(self._pending_text())
         rest, self._held_back = self._held_back, ""
@@ -74,10 +74,11 @@ class IncrementalDetokenizer:
     def _before_stop(self, text: str) -> str:
         num_searched, text = len(self._held_back), self._held_back + text
         begin_at = (max(num_searched + 1 - len(stop), 0) for stop in self.stop)
-        starts = [start for start in map(text.find, self.stop, begin_at) if start >= 0]
-        if starts and len(self._tokens) > self._num_unsearched:
-            self.is_stopped, self._held_back = True, ""
-            return text[: min(starts)]
+        starts = zip(map(text.find, self.stop, begin_at), self.stop, strict=True)
+        matches = [match for match in starts if match[0] >= 0]
+        if matches and len(self._tokens) > self._num_unsearched:
+            (start, self.stopped_by), self._held_back = min(matches), ""
+            return text[:start]
         beginnings = (stop[:end] for stop in self.stop for end in range(1, len(stop)))
         length = max(map(len, filter(text.endswith, beginnings)), default=0)
         self._held_back = text[len(text) - length :]

@@ -32,6 +32,7 @@ from coordinator import Peer
 from drumline import timings
 from drumline.errors import DrumlineError, PeerLost
 from drumline.serving import metrics, protocol
+from drumline.serving.answers import anthropic_messages
 from drumline.serving.answers.message_parser import message_parser
 from drumline.serving.answers.request_stream import MessagePiece, RequestStream, api_error
 from drumline.serving.answers.response_writer import ResponseBuilder, events, whole_response
@@ -66,7 +67,7 @@ PAGE_HEADERS = {
 
 
 class Service:
-    """The handlers of OpenAI's API for one model.
+    """The handlers of OpenAI's API, and of Anthropic's messages, for one model.
 
     names: what requests may call it, the first what responses do. model: None if ranks that are no
     part of this process have it. peers: the ranks of the model. sampling: parameters of requests
@@ -163,6 +164,18 @@ class Service:
 
     async def create_response(self, request: Request) -> Response:
         return await self._create_chat(request, parse_as_chat, ItemBuilder)
+
+    async def create_message(self, request: Request) -> Response:
+        return await self._create_chat(
+            request, anthropic_messages.parse_message_request, anthropic_messages.MessageBuilder
+        )
+
+    async def count_tokens(self, request: Request) -> dict[str, int]:
+        kind, tokenize = protocol.ChatCompletionRequest, self.prompts.of_chat
+        _, (tokens,) = await self._read(
+            kind, request, tokenize, anthropic_messages.parse_count_request
+        )
+        return {"input_tokens": len(tokens)}
 
     async def _create_chat(
         self, request: Request, parse: Parse, builder: type[ResponseBuilder]
@@ -379,6 +392,8 @@ def application(
         ("/v1/completions", service.create_completion, "POST"),
         ("/v1/chat/completions", service.create_chat_completion, "POST"),
         ("/v1/responses", service.create_response, "POST"),
+        ("/v1/messages", service.create_message, "POST"),
+        ("/v1/messages/count_tokens", service.count_tokens, "POST"),
     ):
         app.add_api_route(path, handler, methods=[method], dependencies=[Depends(authorize)])
     app.add_exception_handler(HTTPException, _respond_http_error)
@@ -396,10 +411,12 @@ def application(
     return _ResponseMarker(app, service.metrics)
 
 
-async def _respond_error(_: Request, error: Exception) -> Response:
+async def _respond_error(request: Request, error: Exception) -> Response:
     """Of a request, the scheduler, or a mistake here, which Starlette raises again for the log."""
     answer = api_error(error)
-    return JSONResponse(answer.body, answer.status)
+    of_messages = request.url.path.startswith("/v1/messages")
+    body = anthropic_messages.error_body(answer) if of_messages else answer.body
+    return JSONResponse(body, answer.status)
 
 
 async def _respond_http_error(request: Request, error: HTTPException) -> Response:

@@ -46,6 +46,17 @@ def invalid_request(message: str, param: str | None = None, code: str | None = N
     return ApiError(400, message, code, param)
 
 
+def unsupported(what: str, field: str) -> ApiError:
+    return invalid_request(f"{what} is not supported by this server; leave it out.", field)
+
+
+def objects(items: Any, field: str) -> list[dict[str, Any]]:
+    """The items, if they are a list of objects. Raises ApiError."""
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise invalid_request(f"{field} is not in the form of this API.", field)
+    return items
+
+
 class ApiObject(BaseModel):  # type: ignore[misc]
     """An object whose fields the API defines; one that is null counts as absent.
 
@@ -414,7 +425,7 @@ def _validation_error(error: ValidationError) -> ApiError:
     deepest = max(errors, key=lambda e: (len(e["loc"]), e["type"] == "extra_forbidden"))
     field = ".".join(str(step) for step in deepest["loc"] if "[" not in str(step))
     if deepest["type"] == "extra_forbidden":
-        return invalid_request(f"{field} is not supported by this server; leave it out.", field)
+        return unsupported(field, field)
     reason = deepest["msg"].removeprefix("Value error, ")
     return invalid_request(f"{field}: {reason}" if field else reason, field or None)
 

@@ -46,13 +46,15 @@ def api_error(error: Exception) -> protocol.ApiError:
 class MessagePiece:
     """An addition to the message of one choice, and why the choice ended, if it has.
 
-    logprobs: of the tokens since the piece before, if the request asks for them.
+    logprobs: of the tokens since the piece before, if the request asks for them. stop_string: the
+    one that came, if one did.
     """
 
     index: int
     delta: Delta
     logprobs: list[TokenLogprob]
     finish_reason: str | None
+    stop_string: str = ""
 
 
 class Choice(Generation):
@@ -100,7 +102,7 @@ class Choice(Generation):
         self._logprobs += filter(None, [self.sampler.logprob])
         self._num_held += 1
         self._add(self._detokenizer.add(token))
-        return not self._detokenizer.is_stopped
+        return not self._detokenizer.stopped_by
 
     def _finish(self, reason: str | Exception) -> None:
         if isinstance(reason, Exception):
@@ -111,7 +113,7 @@ class Choice(Generation):
                 self._logprobs += filter(None, [self.sampler.logprob])
         try:
             text = self._detokenizer.flush()
-            self._add(text, "stop" if self._detokenizer.is_stopped else reason)
+            self._add(text, "stop" if self._detokenizer.stopped_by else reason)
         except Exception as error:  # of the parser: it ends this request, and no other of the step
             self._stream.post(error)
 
@@ -134,7 +136,8 @@ class Choice(Generation):
         for delta in deltas:
             self.num_reasoning += self._num_held * ("reasoning_content" in delta)
             reason = end_reason if delta is deltas[-1] else None
-            self._stream.post(MessagePiece(self._index, delta, self._logprobs, reason))
+            stop = self._detokenizer.stopped_by
+            self._stream.post(MessagePiece(self._index, delta, self._logprobs, reason, stop))
             self._num_held, self._logprobs = 0, []
 
 

@@ -50,7 +50,7 @@ class ResponseBuilder:
             bodies.append(self._choice(whole, "message"))
         return {**self._header, "object": kind, "choices": bodies, "usage": usage}
 
-    def begin(self) -> list[str]:
+    def begin(self, usage: dict[str, Any]) -> list[str]:
         """The first events of a stream."""
         roles = {"role": "assistant", "content": ""}
         pieces = [MessagePiece(index, roles, [], None) for index in range(len(self._offsets))]
@@ -109,7 +109,7 @@ async def events(
     def added(piece: MessagePiece | None) -> list[str]:
         return [": ping\n\n"] if piece is None else builder.add(piece, stream.usage())
 
-    for event in [*builder.begin(), *added(first)]:
+    for event in [*builder.begin(stream.usage()), *added(first)]:
         yield event
     try:
         async for piece in pieces:

@@ -26,23 +26,25 @@ def parse_as_chat(body: bytes | bytearray) -> dict[str, Any]:
     fields = {name: value for name, value in protocol.parse(body).items() if value is not None}
     scores = filter(fields.get, ("logprobs", "top_logprobs"))
     for name in {"messages", "n", *scores} & fields.keys():
-        raise _unsupported(name, name)
+        raise protocol.unsupported(name, name)
     items, instructions = fields.pop("input", None), fields.pop("instructions", None)
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items
     messages = [{"role": "system", "content": instructions}] if instructions else []
     reasoning = ""
-    for item in _objects(items, "input"):
+    for item in protocol.objects(items, "input"):
         reasoning = _add_item(messages, item, reasoning)
     if "max_output_tokens" in fields:
         fields["max_tokens"] = fields.pop("max_output_tokens")
     if "tools" in fields:
-        fields["tools"] = [_function(tool, "tools") for tool in _objects(fields["tools"], "tools")]
+        fields["tools"] = [
+            _function(tool, "tools") for tool in protocol.objects(fields["tools"], "tools")
+        ]
     if isinstance(fields.get("tool_choice"), dict):
         fields["tool_choice"] = _function(fields["tool_choice"], "tool_choice")
-    (text,) = _objects([fields.pop("text", {})], "text")
+    (text,) = protocol.objects([fields.pop("text", {})], "text")
     form = text.pop("format", None)
     is_schema = isinstance(form, dict) and form.get("type") == "json_schema"
-    (reasoning_settings,) = _objects([fields.pop("reasoning", {})], "reasoning")
+    (reasoning_settings,) = protocol.objects([fields.pop("reasoning", {})], "reasoning")
     return {
         "response_format": _nested(form) if is_schema else form,
         "reasoning_effort": reasoning_settings.get("effort"),
@@ -52,19 +54,9 @@ def parse_as_chat(body: bytes | bytearray) -> dict[str, Any]:
     }
 
 
-def _unsupported(what: str, field: str) -> protocol.ApiError:
-    return protocol.invalid_request(f"{what} is not supported by this server; leave it out.", field)
-
-
-def _objects(items: Any, field: str) -> list[dict[str, Any]]:
-    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise protocol.invalid_request(f"{field} is not in the form of this API.", field)
-    return items
-
-
 def _function(tool: dict[str, Any], field: str) -> dict[str, Any]:
     if (kind := tool.get("type")) != "function":
-        raise _unsupported(f"{field}: the type {kind!r:.100}", field)
+        raise protocol.unsupported(f"{field}: the type {kind!r:.100}", field)
     return _nested(tool)
 
 
@@ -93,7 +85,7 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], reasoning: s
         output = {"role": "tool", "tool_call_id": call_id, "content": _text(item.get("output", ""))}
         messages.append(output)
     else:
-        raise _unsupported(f"input: an item of the type {kind!r:.100}", "input")
+        raise protocol.unsupported(f"input: an item of the type {kind!r:.100}", "input")
     return ""
 
 
@@ -102,7 +94,7 @@ def _content(content: Any) -> Any:
     parts = content if isinstance(content, list) else []
     if not any(isinstance(part, dict) and part.get("type") == "input_image" for part in parts):
         return _text(content)
-    return [*map(_part, _objects(parts, "input"))]
+    return [*map(_part, protocol.objects(parts, "input"))]
 
 
 def _part(part: dict[str, Any]) -> dict[str, Any]:
@@ -110,17 +102,21 @@ def _part(part: dict[str, Any]) -> dict[str, Any]:
     if part.get("type") != "input_image":
         return {"type": "text", "text": _text([part])}
     if not isinstance(url := part.get("image_url"), str):
-        raise _unsupported("input: an image without image_url", "input")
+        raise protocol.unsupported("input: an image without image_url", "input")
     return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _text(content: Any) -> str:
     """The text of an item, which may be in parts."""
     texts: list[str] = []
-    for part in [{"text": content}] if isinstance(content, str) else _objects(content, "input"):
+    for part in (
+        [{"text": content}] if isinstance(content, str) else protocol.objects(content, "input")
+    ):
         text = part.get("text", part.get("refusal"))
         if not isinstance(text, str):
-            raise _unsupported(f"input: a part of the type {part.get('type')!r:.100}", "input")
+            raise protocol.unsupported(
+                f"input: a part of the type {part.get('type')!r:.100}", "input"
+            )
         texts.append(text)
     return "".join(texts)
 
@@ -159,7 +155,7 @@ class ItemBuilder(ResponseBuilder):
         self.end(usage)
         return self._response
 
-    def begin(self) -> list[str]:
+    def begin(self, usage: dict[str, Any]) -> list[str]:
         return [
             self._event(name, response=self._response)
             for name in ("response.created", "response.in_progress")

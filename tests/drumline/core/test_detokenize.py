@@ -24,7 +24,7 @@ def pieces_of(text, stop=(), min_tokens=0):
     pieces = []
     for token in text.encode():
         pieces.append(detokenizer.add(token))
-        if detokenizer.is_stopped:
+        if detokenizer.stopped_by:
             break
     return [*pieces, detokenizer.flush()]
 

@@ -127,6 +127,7 @@ def answers(seeing, on_master):
     """What two ranks answer to requests that come at the same time."""
     (_, red), (_, blue) = picture("red"), picture("blue", "JPEG")
     of_responses = {"type": "input_image", "image_url": red}, {"type": "input_text", "text": "7 8"}
+    source = {"type": "base64", "media_type": "image/png", "data": red.partition(",")[2]}
 
     def work(model):
         async def at_once():
@@ -136,6 +137,7 @@ def answers(seeing, on_master):
                     chat(service, ["7 8 9"]),
                     chat(service, [[text("5"), part(red), text("6"), part(blue)], "9"], n=2),
                     chat(service, [of_responses], path="responses"),
+                    chat(service, [[{"type": "image", "source": source}, text("7 8")]], "messages"),
                 )
 
         return asyncio.run(at_once())
@@ -151,14 +153,16 @@ def test_images_are_seen_as_by_transformers_alone(seeing, answers):
     """Every part but text was refused."""
     (red, _), (blue, blue_url) = picture("red"), picture("blue", "JPEG")
     blue = Image.open(io.BytesIO(base64.b64decode(blue_url.partition(",")[2]))).convert("RGB")
-    assert [status for status, _ in answers] == [200] * 4
-    one, plain, two, response = (answer for _, answer in answers)
+    assert [status for status, _ in answers] == [200] * 5
+    one, plain, two, response, message = (answer for _, answer in answers)
     assert content_of(one) == [expected(seeing, [[red, "7 8"]])]
     assert content_of(plain) == [expected(seeing, [["7 8 9"]])]
     assert content_of(two) == [expected(seeing, [["5", red, "6", blue], ["9"]])] * 2
     seen = response["output"][-1]["content"][0]["text"].strip()
     assert seen == content_of(one)[0] != expected(seeing, [[blue, "7 8"]])
-    assert one["usage"]["prompt_tokens"] == 6  # four patches and two words
+    assert message["content"][0]["text"].strip() == seen
+    num_tokens = one["usage"]["prompt_tokens"], message["usage"]["input_tokens"]
+    assert num_tokens == (6, 6)  # four patches and two words
 
 
 @pytest.fixture(scope="module")
