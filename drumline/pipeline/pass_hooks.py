@@ -1,4 +1,4 @@
-"""What happens before and after each pass of a model with layers on other ranks.
+"""The checks before, and the fetching after, each pass of a model with layers on other ranks.
 
 install_hooks(model, {"model.layers.1": 1}, context)
 """
