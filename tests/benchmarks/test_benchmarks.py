@@ -106,11 +106,12 @@ def test_an_unknown_step_is_refused_with_those_there_are():
     assert done.returncode == 2 and "startup" in done.stderr
 
 
-def test_the_programs_of_llama_cpp_go_to_the_steps_that_compare_with_it():
+def test_peers_go_to_the_steps_that_compare_with_them():
     for step in STEPS:
-        has_peer = "--llama-cpp" in options(step, False, Path("bin"))
-        assert has_peer == (step in ("big", "serve"))
-        assert "--llama-cpp" not in options(step, True, Path("bin"))
+        words = options(step, False, Path("bin"), ["vLLM=vllm serve"])
+        assert ("--llama-cpp" in words) == (step in ("big", "serve"))
+        assert (words[-3:-1] == ["--peer", "vLLM=vllm serve"]) == (step == "serve")
+        assert not {"--llama-cpp", "--peer"} & {*options(step, True, Path("bin"), ["vLLM=vllm"])}
 
 
 @pytest.mark.parametrize("step", STEPS)
