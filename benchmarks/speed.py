@@ -24,7 +24,7 @@ Row = dict[str, Any]
 class Pick:
     """A row of one results table that matches `where`, beside one baseline.
 
-    time, baseline_time: columns. peer: the baseline's name.
+    time, baseline_time: columns; a rate is shown as the time of one. peer: the baseline's name.
     """
 
     what: str
@@ -45,20 +45,16 @@ class Pick:
 @dataclass(frozen=True)
 class DecodePick(Pick):
     """A table with a row for each contestant: `where` chooses what is measured, `over` drumline's
-    row, and `peer` the baseline's."""
+    row, and `peer` the baseline's. contestant: the column with their names."""
 
     over: str = "drumline"
+    contestant: str = "over"
 
     def pairs(self, results: Path) -> Iterator[tuple[Row, Any]]:
         rows = matching(results / f"{self.table}.jsonl", self.where)
-        by_contestant = {row["over"]: row for row in rows}
+        by_contestant = {row[self.contestant]: row for row in rows}
         if {self.over, self.peer} <= by_contestant.keys():
             yield by_contestant[self.over], by_contestant[self.peer][self.baseline_time]
-
-
-def startup(what: str, column: str, ranks: int) -> Pick:
-    where = {"what": column, "ranks": ranks}
-    return Pick(what, "startup", where, "s", "drumline (s)", "(s)", "torchrun")
 
 
 def allreduce(size: str, nbytes: int, peer: str) -> Pick:
@@ -72,16 +68,26 @@ def inference(what: str, measured: str, peer: str, over: str = "drumline") -> Pi
     return DecodePick(what, "inference", where, "ms", time, time, peer, over)
 
 
-ONE_PROCESS, PIPELINE = "one process", "transformers' pipeline parallel"
+def too_big(peer: str) -> Pick:
+    what = "one token of a model that fits on none of 3 hosts, 1 Gbit/s"
+    return DecodePick(what, "big", {"link, delay": "1gbit, 0 ms"}, "ms", RATE, RATE, peer)
+
+
+ONE_PROCESS, RATE = "one process", "tokens/s"
 PICKS = (
     inference("one token, 2 ranks", "decode, batch 1", ONE_PROCESS),
-    inference("one token, 2 ranks", "decode, batch 1", "torch RPC, as in Accelerate's PR 4066"),
     inference(
         'one token, 2 ranks, `device_map="fastest"`',
         *("decode, batch 1", ONE_PROCESS, 'drumline, "fastest"'),
     ),
     inference(
         "32 tokens at a time, 2 ranks", "decode, batch 32", "transformers' pipeline parallel"
+    ),
+    too_big("llama.cpp RPC"),
+    too_big("transformers, mapped"),
+    DecodePick(
+        *("one token, `drumline serve`, 2 ranks, 32 clients", "serve", {"clients": 32}, "ms"),
+        *(RATE, RATE, "vLLM", "drumline, 2 ranks", "server"),
     ),
     Pick(
         *("peak memory of a rank, 4 ranks", "model", {"ranks": 4}, "MiB"),
@@ -91,12 +97,10 @@ PICKS = (
         *("load, 2 ranks", "model", {"ranks": 2}, "s"),
         *("load (s)", "plain load (s)", ONE_PROCESS),
     ),
-    startup("start until all of 4 ranks passed a barrier", "command to barrier", 4),
-    startup("SIGKILL of a rank until the command ended, 2 ranks", "death to the end", 2),
     allreduce("64 MiB", 64 << 20, "gloo"),
     Pick(
         *("`Coordinator.barrier()`, 2 ranks", "coordinator-peers-2", {"operation": "barrier"}),
-        *("us", "drumline (us)", "(us)", "mpi4py, Intel MPI"),
+        *("us", "drumline (us)", "(us)", "mpi4py, Open MPI"),
     ),
 )
 
@@ -120,22 +124,23 @@ def lines(results: Path) -> str:
     sources = Counter((ours["machine"], ours["commit"]) for _, ours, _ in every)
     (source,) = [source for source, _ in sources.most_common(1)] or [("none", "none")]
     rows = [
-        line(pick, median(ours[pick.time]), median(baseline))
+        line(pick, time_of(pick.time, ours[pick.time]), time_of(pick.baseline_time, baseline))
         for pick, ours, baseline in every
         if (ours["machine"], ours["commit"]) == source
     ]
     head = [" | ".join(HEAD).join(("| ", " |")), "|---|---:|---|---:|---:|"]
     where = f"Medians. Machine: {source[0]}. Commit: {source[1]}."
-    if left_out := len(every) - len(rows):
-        where += f" {left_out} more were measured elsewhere or before."
+    if left_out := len(PICKS) - len(rows):
+        where += f" {left_out} more were not measured, or elsewhere or before."
     return "\n".join([*head, *rows, "", textwrap.fill(where, 100), ""])
 
 
 def line(pick: Pick, time: float, baseline_time: float) -> str:
     times = [f"{text(value)} {pick.unit}" for value in (time, baseline_time)]
-    cells = (pick.what, times[0], pick.peer, times[1], f"{time / baseline_time:.2g}")
+    cells = (pick.what, times[0], pick.peer, times[1], f"{time / baseline_time:.3g}")
     return "| " + " | ".join(cells) + " |"
 
 
-def median(cell: Any) -> float:
-    return float(cell["median"] if isinstance(cell, dict) else cell)
+def time_of(column: str, cell: Any) -> float:
+    value = float(cell["median"] if isinstance(cell, dict) else cell)
+    return 1000 / value if column == RATE else value

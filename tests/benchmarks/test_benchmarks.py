@@ -95,6 +95,16 @@ def test_the_numbers_of_the_readme_are_those_of_the_tables():
     assert shown == speed.lines(ROOT / "benchmarks" / "results"), "python -m benchmarks.report"
 
 
+def test_a_rate_is_shown_as_the_time_of_one_and_rows_that_were_not_measured_are_counted(tmp_path):
+    where = {"machine": "this", "commit": "1", "link, delay": "1gbit, 0 ms"}
+    rates = {"drumline": 10.0, "llama.cpp RPC": 10.1}
+    rows = [{**where, "over": over, "tokens/s": rate} for over, rate in rates.items()]
+    (tmp_path / "big.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = speed.lines(tmp_path)
+    assert "| 100 ms | llama.cpp RPC | 99 ms | 1.01 |" in shown
+    assert f"{len(speed.PICKS) - 1} more were not measured" in shown
+
+
 def test_the_page_of_the_benchmarks_shows_every_table_and_picture_that_is_kept():
     page = (ROOT / "benchmarks" / "README.md").read_text()
     for path in (ROOT / "benchmarks" / "results").iterdir():
