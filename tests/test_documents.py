@@ -13,6 +13,7 @@ A block of commands has a comment above it that says how it is held to its word:
 import argparse
 import ast
 import contextlib
+import fnmatch
 import importlib
 import json
 import os
@@ -209,9 +210,19 @@ def test_the_kubernetes_manifest_is_valid():
     (pods,) = [document["spec"] for document in documents if document["kind"] == "StatefulSet"]
     (container,) = pods["template"]["spec"]["containers"]
     words = container["args"][0].replace("${HOSTNAME##*-}", "0").split()
-    job = launcher.cli.parse(words[words.index("drumline") + 1 :])
+    job = _parser("drumline.cli").parse_args(words[words.index("drumline") + 1 :])
     assert job.nnodes == pods["replicas"]
     assert job.master_addr == f"{pods['serviceName']}-0.{pods['serviceName']}"
+    mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+    (folder,) = re.findall(r"^WORKDIR (/work)$", (ROOT / "docs" / "Dockerfile").read_text(), re.M)
+    assert f"{folder}/{job.script}" in mounted
+
+
+def test_a_container_is_built_without_what_git_ignores():
+    names = (ROOT / ".dockerignore").read_text().split()
+    for ignored in (ROOT / ".gitignore").read_text().split():
+        path = ignored.strip("/") if ignored.startswith("/") else f"**/{ignored.strip('/')}"
+        assert any(fnmatch.fnmatch(path, name) for name in names), ignored
 
 
 def test_the_variables_and_exit_codes_of_the_page_are_those_of_the_code():

@@ -64,7 +64,7 @@ class Container:
 
     def copy(self, source: Path, target: str) -> None:
         place = self.root / target.lstrip("/")
-        if (source / ".git").exists():  # as a .dockerignore leaves out what is not of the source
+        if (source / ".git").exists():  # as .dockerignore leaves out what is not of the source
             place.mkdir(parents=True)
             archive = subprocess.Popen(
                 ["git", "-C", source, "archive", "HEAD"], stdout=subprocess.PIPE

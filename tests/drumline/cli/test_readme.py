@@ -37,6 +37,25 @@ def test_the_program_of_the_first_screen_is_not_changed_and_has_the_tokens_of_on
     assert spread.stdout.replace("[0] ", "") == alone.stdout and "5 6 7 55 54" in alone.stdout
 
 
+def test_the_command_of_the_kubernetes_manifest_runs_that_program_on_two_machines(
+    warm, hosts, commands, script
+):
+    alone = warm.run(script)
+    manifest = (ROOT / "docs" / "kubernetes.yaml").read_text()
+    (line,) = re.findall(r"exec (drumline auto .*?)\n +env:", manifest, re.DOTALL)
+    line = " ".join(line.split()).replace("ranks-0.ranks", "10.77.0.1")
+    environ = {**commands, "DRUMLINE_TOKEN": secrets.token_hex(32)}
+    pods = [
+        hosts.start(
+            n, ["bash", "-c", f"cd {script.parent} && HOSTNAME=ranks-{n}; {line}"], **environ
+        )
+        for n in range(2)
+    ]
+    told = [pod.communicate(timeout=100)[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0], told
+    assert told[0].replace("[0] ", "") == alone.stdout
+
+
 def test_two_machines_need_the_line_and_the_token_alone(warm, hosts, commands, script):
     alone = warm.run(script)
     environ = {**commands, "DRUMLINE_TOKEN": secrets.token_hex(32)}
