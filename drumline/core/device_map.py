@@ -219,16 +219,6 @@ class DeviceMap:
         places = [[name, *place, self.nbytes[name]] for name, place in self.places.items()]
         return json.dumps([places, [[*p, nbytes] for p, nbytes in self.free_nbytes.items()]])
 
-    @classmethod
-    def from_json(cls, text: str) -> DeviceMap:
-        """The map that to_json() made this text of."""
-        places, free_nbytes = json.loads(text)
-        return cls(
-            {name: (rank, device) for name, rank, device, _ in places},
-            {name: nbytes for name, _, _, nbytes in places},
-            {(rank, device): nbytes for rank, device, nbytes in free_nbytes},
-        )
-
 
 def format_nbytes(nbytes: int) -> str:
     """12.3 MiB for 12897484."""

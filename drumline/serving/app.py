@@ -23,14 +23,14 @@ from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 import launcher
-from coordinator import Peer
 from drumline import timings
-from drumline.errors import DrumlineError, PeerLost
+from drumline.errors import DrumlineError
 from drumline.serving import metrics, protocol
 from drumline.serving.answers import anthropic_messages
 from drumline.serving.answers.message_parser import message_parser
@@ -42,13 +42,14 @@ from drumline.serving.grammar import GrammarCompiler
 from drumline.serving.image_reader import ImageReader
 from drumline.serving.one_by_one import Prompt
 from drumline.serving.prompt_reader import PromptReader, Prompts
-from drumline.serving.scheduler import BatchScheduler, Scheduler, ServingLimits
+from drumline.serving.scheduler import BatchScheduler, ServerBusy, ServingLimits
 from drumline.serving.status import StatusReport
 
 log = logging.getLogger("drumline.requests")
 
 MIN_ITEMS = 128  # that a prompt may have, however small max_length is
 SHORT_BODY_NBYTES = 64 << 10  # longer ones are parsed and tokenized one after the other
+MAX_BODY_NBYTES = 4 << 20  # of a request
 MAX_BODIES_NBYTES = 64 << 20  # of all bodies at a time, beyond which long ones are refused
 MAX_INPUTS_NBYTES = 1 << 30  # of all images at a time, as the model takes them
 
@@ -56,9 +57,9 @@ Parse = Callable[[bytes | bytearray], dict[str, Any]]
 """Of a body, the fields of a request."""
 
 REQUEST_ID = "x-request-id"
-PRINTABLE = re.compile(rb"[!-~]{1,200}")
+PRINTABLE = re.compile("[!-~]{1,200}")
 
-REPORT_S, REPORT_POLLS = 1.0, 10  # between two reports, and looks at failures meanwhile
+REPORT_S = 1.0  # between two reports
 PAGE = Path(__file__).with_name("status_page.html")
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
@@ -70,8 +71,8 @@ class Service:
     """The handlers of OpenAI's API, and of Anthropic's messages, for one model.
 
     names: what requests may call it, the first what responses do. model: None if ranks that are no
-    part of this process have it. peers: the ranks of the model. sampling: parameters of requests
-    that do not have them. images: None if the model takes none.
+    part of this process have it. sampling: parameters of requests that do not have them. images:
+    None if the model takes none.
     """
 
     def __init__(
@@ -80,36 +81,27 @@ class Service:
         model: Any,
         tokenizer: Any,
         limits: ServingLimits,
-        peers: Sequence[Peer] = (),
         sampling: Mapping[str, float] = MappingProxyType({}),
         images: ImageReader | None = None,
     ) -> None:
         self.names, self.name = names, names[0]
         self.tokenizer, self.limits, self._sampling = tokenizer, limits, sampling
-        self.failure: DrumlineError | None = None
         self.created = int(time.time())
         self._bodies_nbytes = 0
         self._long_body_thread = ThreadPoolExecutor(1)
-        kind = functools.partial(BatchScheduler, model) if model is not None else RemoteScheduler
-        self.scheduler: Scheduler = kind(limits, self.fail)
-        length = limits.max_length
-        self.prompts = PromptReader(self.name, tokenizer, length, self.scheduler, images)
+        self.scheduler = RemoteScheduler(limits) if model is None else BatchScheduler(model, limits)
+        self.prompts = PromptReader(self.name, tokenizer, limits.max_length, self.scheduler, images)
         self.metrics = metrics.ServerMetrics(self.scheduler, self.name)
-        self.status = StatusReport(getattr(model, "device_map", None), self.scheduler, peers)
+        self.status = StatusReport(self.scheduler)
 
     def close(self) -> None:
         """End every request with an error; return when nothing runs."""
         self.scheduler.close()
         self._long_body_thread.shutdown(wait=False, cancel_futures=True)
 
-    def fail(self, failure: PeerLost) -> None:
-        """Note that the model has lost a rank, so that nothing can run any longer."""
-        self.status.failures += failure.failures  # first, for no report follows the failure
-        self.failure = self.failure or failure
-
     async def get_health(self) -> Response:
-        if self.failure is not None:
-            return JSONResponse(api_error(self.failure).body, 503)
+        if (failure := self.scheduler.failure) is not None:
+            return JSONResponse(api_error(failure).body, 503)
         status = "restarting" if self.scheduler.is_restarting else "ok"
         return JSONResponse({"status": status, "ranks_missing": self.scheduler.num_missing_ranks})
 
@@ -117,17 +109,14 @@ class Service:
         return Response(PAGE.read_text(), media_type="text/html", headers=PAGE_HEADERS)
 
     async def get_status(self, request: Request) -> Response:
-        """A stream of reports, one a second; the last one tells of the rank that failed."""
+        """A stream of reports; the last one tells of the rank that failed."""
 
         async def reports() -> AsyncIterator[str]:
             has_failed = False
             while not (has_failed or await request.is_disconnected()):
-                has_failed = self.failure is not None
+                has_failed = self.scheduler.failure is not None
                 yield f"data: {self.status.to_json()}\n\n"
-                for _ in range(0 if has_failed else REPORT_POLLS):
-                    await asyncio.sleep(REPORT_S / REPORT_POLLS)
-                    if self.failure is not None:
-                        break
+                await asyncio.sleep(0 if has_failed else REPORT_S)
 
         return StreamingResponse(reports(), media_type="text/event-stream")
 
@@ -151,9 +140,8 @@ class Service:
         }
 
     async def create_completion(self, request: Request) -> Response:
-        body, prompts = await self._read(
-            protocol.CompletionRequest, request, self.prompts.of_completion
-        )
+        kind, tokenize = protocol.CompletionRequest, self.prompts.of_completion
+        body, prompts = await self._read(kind, request, tokenize)
         if body.max_tokens == 0 and not body.echo:
             text = "max_tokens is 0, so nothing would be generated; ask for more, or for echo."
             raise protocol.invalid_request(text, "max_tokens")
@@ -220,24 +208,18 @@ class Service:
         except TimeoutError as error:
             text = f"The body did not arrive within {body_s:g} s."
             raise protocol.ApiError(408, text, "body_too_slow") from error
-        except ClientDisconnect as error:
-            raise _disconnected() from error
         finally:
             self._bodies_nbytes -= len(content)
 
     async def _receive(self, request: Request, content: bytearray) -> None:
-        max_nbytes = self.limits.max_body_nbytes
         async for piece in request.stream():
             content += piece
             self._bodies_nbytes += len(piece)
-            if len(content) > max_nbytes:
-                text = (
-                    f"The body has more than {max_nbytes} bytes, the most that this server reads."
-                )
+            if len(content) > MAX_BODY_NBYTES:
+                text = f"The body has more than {MAX_BODY_NBYTES} bytes, the most that are read."
                 raise protocol.ApiError(413, text, "body_too_large")
             if self._bodies_nbytes > MAX_BODIES_NBYTES and len(content) > SHORT_BODY_NBYTES:
-                text = "Too many large request bodies are in progress; retry later."
-                raise protocol.ApiError(429, text, "server_busy")
+                raise ServerBusy("Too many large request bodies are in progress; retry later.")
 
     def _validated(self, kind: type[Any], fields: dict[str, Any]) -> Any:
         """The request. Prompts are counted before they are validated, as there may be many."""
@@ -271,7 +253,7 @@ class Service:
             text = f"min_tokens={body.min_tokens} is more than the {max_tokens} at most."
             raise protocol.invalid_request(text, "min_tokens")
         if await request.is_disconnected():
-            raise _disconnected()
+            raise ClientDisconnect("The client has disconnected.")
         stream = RequestStream(self.tokenizer, self.metrics.token_gap_s.observe)
         await asyncio.to_thread(self._add_choices, stream, body, prompts, max_tokens)
         self.scheduler.submit(stream.generations)
@@ -301,8 +283,7 @@ class Service:
             except (ValueError, DrumlineError) as error:
                 is_chosen = getattr(body, "tool_choice", "auto") not in ("auto", "none")
                 field = "tool_choice" if is_chosen else "response_format"
-                text = str(error) if isinstance(error, DrumlineError) else f"{field}: {error}"
-                raise protocol.invalid_request(text, field) from error
+                raise protocol.invalid_request(f"{field}: {error}", field) from error
             parser = message_parser(self.tokenizer, body, prompt)
             stream.add(body, prompt, params, self.scheduler.end_tokens, grammar, parser)
 
@@ -323,43 +304,34 @@ class Service:
             )
 
     def _check_inputs(self, prompts: Prompts) -> None:
-        """Raise ApiError where what images come to is more than may be held at a time."""
+        """Raise ServerBusy where what images come to is more than may be held at a time."""
         new = sum(len(prompt.inputs) for prompt in prompts if isinstance(prompt, Prompt))
         if not new:
             return
         held = {id(item.prompt): len(item.inputs) for item, _ in self.scheduler.unfinished()}
         if new + sum(held.values()) > MAX_INPUTS_NBYTES:
-            text = "Too many large images are in progress; retry later."
-            raise protocol.ApiError(429, text, "server_busy")
+            raise ServerBusy("Too many large images are in progress; retry later.")
 
     async def _measured(
         self, stream: RequestStream, request: Request
     ) -> AsyncIterator[MessagePiece | None]:
-        num_open = len(stream.generations)
         async with contextlib.aclosing(stream.pieces(request)) as pieces:
             async for piece in pieces:
                 if piece is not None and (reason := piece.finish_reason):
-                    num_open -= 1
                     self.metrics.finished.labels(reason.replace("tool_calls", "stop")).inc()
                 yield piece
-        if num_open:  # the client has left
+        if not stream.request_s:  # the client has left
             return
-        request_s = time.monotonic() - stream.start
-        usage = stream.usage()
+        usage, times_s = stream.usage(), (stream.first_token_s, stream.request_s)
         self.metrics.prompt_tokens.inc(usage["prompt_tokens"])
         self.metrics.first_token_s.observe(stream.first_token_s)
-        self.metrics.request_s.observe(request_s)
-        self.status.observe(stream.first_token_s, request_s)
+        self.metrics.request_s.observe(stream.request_s)
+        self.status.observe(*times_s)
         log.info(
             "%s, id %s: %d tokens of prompt, %d new, the first after %.3f s, the last after %.3f s",
             *(request.url.path, request.state.request_id),
-            *(usage["prompt_tokens"], usage["completion_tokens"]),
-            *(stream.first_token_s, request_s),
+            *(usage["prompt_tokens"], usage["completion_tokens"], *times_s),
         )
-
-
-def _disconnected() -> protocol.ApiError:
-    return protocol.ApiError(499, "The client has disconnected.", "client_disconnected")
 
 
 def application(
@@ -378,7 +350,9 @@ def application(
             text = "The API key is missing or wrong: send 'Authorization: Bearer KEY' or x-api-key."
             raise protocol.ApiError(401, text, "invalid_api_key")
 
-    app = FastAPI(title="drumline", docs_url=None, redoc_url=None, openapi_url=None)
+    kinds = HTTPException, protocol.ApiError, DrumlineError, ClientDisconnect, Exception
+    handlers = dict.fromkeys(kinds, _respond_error)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, exception_handlers=handlers)
     app.add_api_route("/health", service.get_health)
     app.add_api_route("/", service.get_page)
     for path, handler, method in (
@@ -396,10 +370,6 @@ def application(
         ("/v1/messages/count_tokens", service.count_tokens, "POST"),
     ):
         app.add_api_route(path, handler, methods=[method], dependencies=[Depends(authorize)])
-    app.add_exception_handler(HTTPException, _respond_http_error)
-    for kind in (protocol.ApiError, DrumlineError, Exception):
-        app.add_exception_handler(kind, _respond_error)
-
     if allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -408,40 +378,35 @@ def application(
             allow_headers=["*"],
             expose_headers=[REQUEST_ID],
         )
-    return _ResponseMarker(app, service.metrics)
+    return _marked(app, service.metrics)
 
 
 async def _respond_error(request: Request, error: Exception) -> Response:
     """Of a request, the scheduler, or a mistake here, which Starlette raises again for the log."""
+    if isinstance(error, HTTPException):
+        text = f"{request.method} {request.url.path}: {error.detail}"
+        error = protocol.ApiError(error.status_code, text)
     answer = api_error(error)
     of_messages = request.url.path.startswith("/v1/messages")
     body = anthropic_messages.error_body(answer) if of_messages else answer.body
     return JSONResponse(body, answer.status)
 
 
-async def _respond_http_error(request: Request, error: HTTPException) -> Response:
-    text = f"{request.method} {request.url.path}: {error.detail}"
-    return await _respond_error(request, protocol.ApiError(error.status_code, text))
+def _marked(app: Any, server_metrics: metrics.ServerMetrics) -> Any:
+    """The app, whose responses are counted by path and status, and have the id of their request."""
 
-
-class _ResponseMarker:
-    """Middleware that counts responses by path and status, and gives each the id of its request."""
-
-    def __init__(self, app: Any, server_metrics: metrics.ServerMetrics) -> None:
-        self._app, self._metrics = app, server_metrics
-
-    async def __call__(self, scope: Any, receive: Any, send: Callable[[Any], Any]) -> None:
-        header = REQUEST_ID.encode()
-        sent_id = dict(scope.get("headers", ())).get(header, b"")
-        request_id = sent_id if PRINTABLE.fullmatch(sent_id) else uuid.uuid4().hex.encode()
-        scope.setdefault("state", {})["request_id"] = request_id.decode()
+    async def marked(scope: Any, receive: Any, send: Callable[[Any], Any]) -> None:
+        sent_id = Headers(scope=scope).get(REQUEST_ID, "")
+        request_id = sent_id if PRINTABLE.fullmatch(sent_id) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
 
         async def marking_send(message: Any) -> None:
             if message["type"] == "http.response.start":
                 path = getattr(scope.get("route"), "path", "other")  # known once it is routed
-                self._metrics.responses.labels(path, str(message["status"])).inc()
-                headers = [*message.get("headers", ()), (header, request_id)]
-                message = {**message, "headers": headers}
+                server_metrics.responses.labels(path, str(message["status"])).inc()
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
             await send(message)
 
-        await self._app(scope, receive, marking_send)
+        await app(scope, receive, marking_send)
+
+    return marked

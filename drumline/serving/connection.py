@@ -23,7 +23,7 @@ class LimitedConnection(HttpConnection):
     def __init__(self, *args: Any, max_connections: int, **options: Any) -> None:
         super().__init__(*args, **options)
         self._max_connections = max_connections
-        self._deadline: asyncio.TimerHandle | None = None
+        self._deadline = self.later(timings.TIMINGS.header_s, self._on_deadline)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -33,15 +33,11 @@ class LimitedConnection(HttpConnection):
             random.choice(waiting or [self]).close_at_once()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._clear_deadline()
+        self._deadline.cancel()
         super().connection_lost(exc)
 
-    def _clear_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-
     def on_turn(self) -> None:
-        self._clear_deadline()
+        self._deadline.cancel()
         limits = timings.TIMINGS
         seconds = limits.body_s if self.is_untaken() else limits.header_s
         self._deadline = self.later(seconds, self._on_deadline)

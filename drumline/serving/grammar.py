@@ -56,12 +56,9 @@ class JsonGrammar:
 
     def mask(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits, -inf for each token that may not come next. logits: [vocabulary]."""
-        bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        bias = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
         self._check()
-        allowed = (bits[:, None] >> torch.arange(8)) & 1
-        return logits.masked_fill(
-            allowed.flatten()[: len(logits)].to(logits.device) == 0, -torch.inf
-        )
+        return logits.masked_fill(bias[: len(logits)].to(logits.device) == 0, -torch.inf)
 
     def advance(self, token: int) -> None:
         """Take the next token. Raises ValueError if it was not allowed."""

@@ -6,11 +6,9 @@ drumline serve --model DIR -n 2
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import ipaddress
 import logging
-import os
 import resource
 import socket
 import threading
@@ -19,14 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coordinator import Coordinator, RankFailure
+from coordinator import Coordinator
 from drumline import timings
 from drumline.checkpoint.config_files import read_generation_config
 from drumline.contact.loading.configs import response_template
 from drumline.contact.loading.hub import is_hub_id
 from drumline.errors import CheckpointError, DrumlineError, PeerLost
 from drumline.serving.sampling import SAMPLING_FIELDS
-from drumline.serving.scheduler import CHUNK_ON_ACCELERATOR, ServingLimits
+from drumline.serving.scheduler import CHUNK_ON_ACCELERATOR, Scheduler, ServingLimits
 from drumline.strategies.load import Memory, load
 from drumline.strategies.opening import folder_on_all_ranks
 from drumline.strategies.with_model import (
@@ -126,30 +124,35 @@ def serve(model_path: str, *arguments: Any, **options: Any) -> None:
             settings.load(folder, coor, settings.memory, length) as model,
         ):
             assert endpoint is not None  # the other ranks never leave load()
-            from drumline.serving.app import Service
-
-            limits = limits_for(model, length, settings)
-            own = {"sampling": endpoint.sampling, "images": endpoint.images}
-            service = Service(settings.names, model, endpoint.tokenizer, limits, coor.peers, **own)
-            # A host that does not answer may recover: an error of the calls that wait for it.
-            with coor.on_failure(functools.partial(_fail, service), is_waiting=lambda: False):
-                serve_requests(service, endpoint, settings)
+            service = endpoint.service(model)
+            advice = ", so nothing can be answered; start all ranks again."
+            with ended_by_failures(service.scheduler, coor, advice):
+                endpoint.serve(service)
 
 
-def _fail(service: Any, failure: RankFailure) -> None:
-    text = f"rank 0: {failure.text}, so nothing can be answered; start all ranks again."
-    service.fail(PeerLost(text, failures=(failure,)))
+def ended_by_failures(scheduler: Scheduler, coor: Coordinator, advice: str = "") -> Any:
+    """Tell a scheduler of its ranks; a context in which one that fails is the end of all in it.
+
+    advice: behind the text of the failure.
+    """
+    scheduler.peers = [{"rank": p.rank, "host": p.host, "pid": p.pid} for p in coor.peers]
+    return coor.on_failure(
+        lambda failure: scheduler.fail(PeerLost(f"rank 0: {failure.text}{advice}", (failure,))),
+        # A host that does not answer may recover: an error of the calls that wait for it.
+        is_waiting=lambda: False,
+    )
 
 
 @dataclass(frozen=True)
 class Endpoint:
     """The address for clients, and what is known of the model before it is loaded.
 
-    key: of the clients. max_length: tokens of a prompt with its completion. sampling: what the
-    checkpoint's generation_config.json has of SAMPLING_FIELDS. images: their ImageReader, or None
-    if the model takes none.
+    settings: of the server. key: of the clients. max_length: tokens of a prompt with its
+    completion. sampling: what the checkpoint's generation_config.json has of SAMPLING_FIELDS.
+    images: their ImageReader, or None if the model takes none.
     """
 
+    settings: ServerSettings
     tokenizer: Any
     listener: socket.socket
     key: str | None
@@ -163,23 +166,57 @@ class Endpoint:
         _check_packages()
         options = settings.load_options
         key = _read_key(settings.host, settings.key_file)
-        config = _decoder_config(folder, options)
-        length = _length(config, settings.max_length)
+        config = read_generator(folder, settings.max_length or 0, **options)
+        if config.is_encoder_decoder:
+            raise DrumlineError(
+                f"rank 0: {folder} is an encoder-decoder, but OpenAI's API continues prompts; "
+                "serve a decoder, or call generate() in a script of your own."
+            )
+        length = settings.max_length or min(num_positions(config), DEFAULT_MAX_LENGTH)
         tokenizer = read_model_tokenizer(folder, **options)
         images = _image_reader(folder, tokenizer, options)
         _set_chat_template(folder, tokenizer, settings.chat_template)
         _set_response_template(folder, tokenizer, config)
         sampling = read_sampling_defaults(folder)
-        return cls(tokenizer, _bound(settings.host, settings.port), key, length, sampling, images)
+        listener = _bound(settings.host, settings.port)
+        return cls(settings, tokenizer, listener, key, length, sampling, images)
+
+    def service(self, model: Any) -> Any:
+        """The Service that answers the requests of clients. model: None if other ranks have it."""
+        from drumline.serving.app import Service
+
+        limits = limits_for(model, self.max_length, self.settings)
+        own = self.sampling, self.images
+        return Service(self.settings.names, model, self.tokenizer, limits, *own)
+
+    def serve(self, service: Any) -> None:
+        """Listen and answer until SIGINT, SIGTERM or a lost rank, which is raised."""
+        from drumline.contact import uvicorn_api
+        from drumline.serving.app import application
+
+        if self.settings.log_requests:
+            logging.getLogger("drumline.requests").setLevel(logging.INFO)
+        with contextlib.closing(service):
+            app = application(service, self.key, self.settings.allowed_origins)
+            server = uvicorn_api.server(uvicorn_config(app, service.limits))
+            self.listener.listen(BACKLOG)
+            host, port = self.listener.getsockname()[:2]
+            host = f"[{host}]" if ":" in host else host
+            with (
+                stop_signals.handled_by(lambda number: server.handle_exit(number, None)),
+                _monitored(service, server),
+            ):
+                print(f"serving {service.name} at http://{host}:{port}/v1", flush=True)
+                server.run(sockets=[self.listener])
+        if service.scheduler.failure is not None:
+            raise service.scheduler.failure
 
 
 def limits_for(model: Any, max_length: int, settings: ServerSettings) -> ServingLimits:
     """The limits, with as many batches at a time as keep every rank busy, each for a sequence."""
-    num_batches = min(len(model.device_map.ranks), settings.max_running)
-    own = {
-        name: getattr(settings, name) for name in ("max_running", "max_waiting", "prompt_lookup")
-    }
-    return ServingLimits(max_length, num_batches=num_batches, **own)
+    most, num_ranks = settings.max_running, 1 if model is None else len(model.device_map.ranks)
+    sizes = most, settings.max_waiting, min(num_ranks, most), settings.prompt_lookup
+    return ServingLimits(max_length, *sizes)
 
 
 def _image_reader(folder: str | Path, tokenizer: Any, options: Mapping[str, Any]) -> Any:
@@ -202,7 +239,7 @@ def _text_of(file: str) -> str:
     with linux.open_now(file) as opened:
         text = opened.read(MAX_TEXT_NBYTES + 1)
     if len(text) > MAX_TEXT_NBYTES:
-        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        raise OSError("File too large")
     return text.decode()
 
 
@@ -252,15 +289,13 @@ def _bound(host: str, port: int) -> socket.socket:
 def _read_key(host: str, key_file: str | None) -> str | None:
     try:
         key = _text_of(key_file).strip() if key_file else None
+        if key == "":
+            raise OSError("it is empty")
     except (OSError, UnicodeError) as error:
         raise DrumlineError(
             f"rank 0: the key in {key_file} cannot be read ({error}), so no client could connect; "
             "write a random key there, such as 32 characters."
         ) from error
-    if key == "":
-        raise DrumlineError(
-            f"rank 0: the key in {key_file} is empty; write a random key, such as 32 characters."
-        )
     if key is None and not _is_loopback(host):
         raise DrumlineError(
             f"rank 0: there is no key, so everyone who reaches {host} could use the model; write "
@@ -295,29 +330,8 @@ def read_sampling_defaults(folder: str | Path) -> dict[str, float]:
     if not Path(folder, "generation_config.json").exists():
         return {}
     settings = read_generation_config(folder)
-    fields = {name: getattr(settings, name, None) for name in SAMPLING_FIELDS}
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _decoder_config(folder: str | Path, options: Mapping[str, Any]) -> Any:
-    config = read_generator(folder, **options)
-    if config.is_encoder_decoder:
-        raise DrumlineError(
-            f"rank 0: {folder} is an encoder-decoder, but OpenAI's API continues prompts; "
-            "serve a decoder, or call generate() in a script of your own."
-        )
-    return config
-
-
-def _length(config: Any, max_length: int | None) -> int:
-    """Tokens of a sequence: max_length, if the model has positions for them."""
-    most = num_positions(config)
-    if max_length is not None and max_length > most:
-        raise DrumlineError(
-            f"rank 0: --max-length is {max_length}, but the model has positions for {most}; give "
-            f"--max-length {most} or less."
-        )
-    return max_length or min(most, DEFAULT_MAX_LENGTH)
+    fields = ((name, getattr(settings, name, None)) for name in SAMPLING_FIELDS)
+    return {name: value for name, value in fields if value is not None}
 
 
 def _check_packages() -> None:
@@ -329,30 +343,6 @@ def _check_packages() -> None:
             f"rank 0: `drumline serve` needs packages that are not installed ({error}); "
             "`pip install 'drumline[serve]'`."
         ) from error
-
-
-def serve_requests(service: Any, endpoint: Endpoint, settings: ServerSettings) -> None:
-    """Listen and answer until SIGINT, SIGTERM or service.failure, which is raised."""
-    from drumline.contact import uvicorn_api
-    from drumline.serving.app import application
-
-    if settings.log_requests:
-        logging.getLogger("drumline.requests").setLevel(logging.INFO)
-    with contextlib.closing(service):
-        app = application(service, endpoint.key, settings.allowed_origins)
-        listener = endpoint.listener
-        server = uvicorn_api.server(uvicorn_config(app, service.limits))
-        listener.listen(BACKLOG)
-        host, port = listener.getsockname()[:2]
-        host = f"[{host}]" if ":" in host else host
-        with (
-            stop_signals.handled_by(lambda number: server.handle_exit(number, None)),
-            _monitored(service, server),
-        ):
-            print(f"serving {service.name} at http://{host}:{port}/v1", flush=True)
-            server.run(sockets=[listener])
-    if service.failure is not None:
-        raise service.failure
 
 
 def uvicorn_config(app: Any, limits: ServingLimits) -> Any:
@@ -384,7 +374,7 @@ def _monitored(service: Any, server: Any) -> Iterator[None]:
         drain_s = timings.TIMINGS.drain_s
         while not has_ended.wait(poll_s):
             service.status.sample()
-            if service.failure is not None:
+            if service.scheduler.failure is not None:
                 server.should_exit = True
             drain_s -= poll_s * server.should_exit
             if drain_s < 0:

@@ -55,7 +55,7 @@ def generate_alone(
         token = torch.tensor(choose(logits), device=logits.device)
         return torch.full_like(logits, -torch.inf).index_fill_(1, token, 0)
 
-    _generate(model, prompt, has_ended, {}, logits_processor=[chosen])
+    _generate(model, prompt, lambda _: has_ended(), {}, logits_processor=[chosen])
 
 
 def generate_ahead(
@@ -70,9 +70,16 @@ def generate_ahead(
 
     take(token): called with each token, in their order. Raises what generate() raises.
     """
-    streamer = _Tokens(take)
-    settings = {"prompt_lookup_num_tokens": num_ahead}
-    _generate(model, Prompt(tokens), has_ended, settings, streamer=streamer)
+    num_taken = len(tokens)
+
+    def is_over(row: Sequence[int]) -> bool:
+        nonlocal num_taken
+        for token in row[num_taken:]:
+            take(token)
+        num_taken = len(row)
+        return has_ended()
+
+    _generate(model, Prompt(tokens), is_over, {"prompt_lookup_num_tokens": num_ahead})
 
 
 @torch.no_grad()
@@ -93,25 +100,10 @@ def score_prompt(
     return logits[-1], scores
 
 
-class _Tokens:
-    """Passes new tokens on, as a streamer that generate() is given."""
-
-    def __init__(self, take: Callable[[int], Any]) -> None:
-        self._take, self._has_prompt = take, False
-
-    def put(self, tokens: torch.Tensor) -> None:
-        for token in tokens.flatten().tolist() if self._has_prompt else ():
-            self._take(token)
-        self._has_prompt = True
-
-    def end(self) -> None:
-        """Nothing: the criterion of the end knows."""
-
-
 def _generate(
     model: Any,
     prompt: Prompt,
-    has_ended: Callable[[], bool],
+    is_over: Callable[[list[int]], bool],
     settings: Mapping[str, Any],
     **options: Any,
 ) -> None:
@@ -119,8 +111,8 @@ def _generate(
     no_token = model.get_input_embeddings().num_embeddings
     endless = {"max_new_tokens": ENDLESS, "eos_token_id": no_token, "pad_token_id": 0}
 
-    def is_over(row: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return torch.tensor([has_ended()], device=row.device)
+    def ends(row: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.tensor([is_over(row[0].tolist())], device=row.device)
 
     # What the checkpoint recommends is the server's to apply, and generate() would do it, too.
     recommended, model.generation_config = model.generation_config, generation_settings()
@@ -129,7 +121,7 @@ def _generate(
             row,
             attention_mask=torch.ones_like(row),
             generation_config=generation_settings(do_sample=False, **endless, **settings),
-            stopping_criteria=[is_over],
+            stopping_criteria=[ends],
             **{name: _as_input(name, value, row, model.dtype) for name, value in inputs.items()},
             **options,
         )

@@ -80,7 +80,7 @@ class PromptReader:
         in_parts = self._images is not None and self._takes_no_text
         messages = [message.for_template(in_parts) for message in body.messages]
         try:
-            text = self._rendered(messages, **body.template_options())
+            text = rendered(self._tokenizer, messages, **body.template_options())
         except Exception as error:  # a template may raise any error for messages it rejects
             raise protocol.invalid_request(f"messages: {error}", "messages") from error
         adds = body.add_special_tokens
@@ -91,15 +91,11 @@ class PromptReader:
         self._check_chars(text)
         return [self._images.read(text, urls, adds)]
 
-    def _rendered(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        with _time_limit(timings.TIMINGS.template_s):
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
-
     @functools.cached_property
     def _takes_no_text(self) -> bool:
         """True if the template leaves out a message that is a text, and wants a list of parts."""
         try:
-            return PROBE not in self._rendered([{"role": "user", "content": PROBE}])
+            return PROBE not in rendered(self._tokenizer, [{"role": "user", "content": PROBE}])
         except Exception:  # whatever a template raises for what it does not take
             return True
 
@@ -108,11 +104,8 @@ class PromptReader:
         return list(self._tokenizer(text, **options)["input_ids"])
 
     def _check_chars(self, text: str) -> None:
-        max_chars = self._max_length * self.longest_token
-        if len(text) > max_chars:
-            reason = (
-                f"you sent {len(text)} characters, and that many tokens hold at most {max_chars}."
-            )
+        if len(text) > (most := self._max_length * self.longest_token):
+            reason = f"you sent {len(text)} characters, and that many tokens hold at most {most}."
             raise protocol.context_error(self._max_length, reason, None)
 
     @functools.cached_property
@@ -121,14 +114,18 @@ class PromptReader:
         return max(map(len, self._tokenizer.get_vocab()), default=1)
 
 
+def rendered(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> str:
+    """The text of a chat. Raises whatever its template does, and TimeoutError after template_s."""
+    with _time_limit(timings.TIMINGS.template_s):
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+
+
 def template_problem(tokenizer: Any, template: Any) -> str:
     """Why a chat template is none, whatever the messages; "" if it is one."""
     if not isinstance(template, str):
         return "not a text"
     try:
-        with _time_limit(timings.TIMINGS.template_s):
-            messages = [{"role": "user", "content": ""}]
-            tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+        rendered(tokenizer, [{"role": "user", "content": ""}], chat_template=template)
     except Exception as error:  # of a line that is not Jinja, or of messages that are rejected
         return f"line {error.lineno}: {error}" if hasattr(error, "lineno") else ""
     return ""

@@ -12,7 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from drumline.serving.grammar import COMPACT, parameters_of, schema_of_calls
 from drumline.serving.sampling import SamplingParams
@@ -98,6 +107,13 @@ class ResponseFormat(ApiObject):
         return self
 
 
+def _as_stops(stop: str | list[str]) -> list[str]:
+    texts = [stop] if isinstance(stop, str) else stop
+    if len(texts) > MAX_STOPS or any(len(text) > MAX_STOP_CHARS for text in texts):
+        raise ValueError(f"more than {MAX_STOPS} strings, or {MAX_STOP_CHARS} characters")
+    return texts
+
+
 class GenerationRequest(ApiObject):
     """The fields that completions and chats share."""
 
@@ -112,7 +128,7 @@ class GenerationRequest(ApiObject):
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = {}
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] = []
+    stop: Annotated[str | list[str], AfterValidator(_as_stops)] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
@@ -121,14 +137,6 @@ class GenerationRequest(ApiObject):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     skip_special_tokens: bool = True
-
-    @field_validator("stop")  # type: ignore[untyped-decorator]
-    @classmethod
-    def _check_stop(cls, stop: str | list[str]) -> list[str]:
-        texts = [stop] if isinstance(stop, str) else stop
-        if len(texts) > MAX_STOPS or any(len(text) > MAX_STOP_CHARS for text in texts):
-            raise ValueError(f"more than {MAX_STOPS} strings, or {MAX_STOP_CHARS} characters")
-        return texts
 
     @property
     def num_logprobs(self) -> int | None:
@@ -167,20 +175,18 @@ class GenerationRequest(ApiObject):
         return SamplingParams(**values)
 
 
+WITHOUT_FALSE = BeforeValidator(lambda value: None if value is False else value)
+"""None for false, by which chats say that they want none."""
+
+
 class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int = Field(DEFAULT_MAX_TOKENS, ge=0)
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: Annotated[int | None, WITHOUT_FALSE] = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
     add_special_tokens: bool = True
-
-    @field_validator("logprobs", mode="before")  # type: ignore[untyped-decorator]
-    @classmethod
-    def _without_false(cls, logprobs: Any) -> Any:
-        """None for false, by which chats say that they want none."""
-        return None if logprobs is False else logprobs
 
 
 IMAGE = {"type": "image"}  # as templates know its place
@@ -240,8 +246,8 @@ class ChatMessage(ApiObject):
         has_list = in_parts or bool(self.image_urls)
         content = [part.for_template() for part in self._parts] if has_list else texts
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
-        extra = self.model_extra or {}
-        present = {name: value for name, value in extra.items() if value not in ("", [], {})}
+        extra = (self.model_extra or {}).items()
+        present = {name: value for name, value in extra if value not in ("", [], {})}
         calls = {"tool_calls": [*map(_for_template, self.tool_calls)]} if self.tool_calls else {}
         return {"role": role, "content": content, **present, **calls}
 
@@ -289,13 +295,9 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] = {}
 
     @model_validator(mode="after")  # type: ignore[untyped-decorator]
-    def _check_logprobs(self) -> ChatCompletionRequest:
+    def _check(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs is given without logprobs=true, which it needs")
-        return self
-
-    @model_validator(mode="after")  # type: ignore[untyped-decorator]
-    def _check_tool_choice(self) -> ChatCompletionRequest:
         for function in self._functions():
             if not isinstance(function.get("parameters"), (dict, type(None))):
                 raise ValueError("tools: the parameters of a function are not a JSON object")
@@ -359,17 +361,15 @@ defaults: fields with the values by which clients say that they do not use them,
 request has no such field."""
 
 
+FIELDS = TypeAdapter(dict[str, Any])
+
+
 def parse(body: bytes | bytearray) -> dict[str, Any]:
     """The fields of a request. Raises ApiError unless the body is a JSON object."""
     try:
-        fields = json.loads(body)
-    except UnicodeError as error:
-        raise invalid_request(f"The body is not valid text: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise invalid_request(f"The body is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise invalid_request("The body is not a JSON object.")
-    return fields
+        return dict(FIELDS.validate_json(body))
+    except ValidationError as error:  # also of half a character, or too many lists in each other
+        raise _validation_error(error) from error
 
 
 def prompts_of(prompt: Any) -> list[Any]:
@@ -387,14 +387,9 @@ def validate(kind: type[Any], fields: dict[str, Any], max_items: int) -> Any:
         for name, value in fields.items():
             _check_num_items(value, max_items if name == "prompt" else MAX_ITEMS)
         _check_num_items([*fields], MAX_ITEMS)
-        json.dumps(fields, ensure_ascii=False).encode()
         return kind.model_validate(
             {name: value for name, value in fields.items() if not _is_unused(kind, name, value)}
         )
-    except UnicodeError as error:
-        raise invalid_request(f"The body is not valid text: {error}") from error
-    except RecursionError as error:
-        raise invalid_request("The body nests lists or objects too deeply.") from error
     except ValidationError as error:
         raise _validation_error(error) from error
 

@@ -46,10 +46,10 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: Iterable[tuple[int, float]] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    stop_tokens: frozenset[int] = frozenset()
+    stop_tokens: Iterable[int] = frozenset()
     ignore_eos: bool = False
     min_tokens: int = 0
     num_logprobs: int | None = None
@@ -98,13 +98,10 @@ class TokenSampler:
     @cached_property
     def is_greedy(self) -> bool:
         """True if the sampler always takes the token with the highest logit, and keeps nothing."""
-        params, plain = self.params, SamplingParams(temperature=0)
-        names = (
-            *("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-            *("logit_bias", "min_tokens", "num_logprobs"),
-        )
-        is_plain = all(getattr(params, name) == getattr(plain, name) for name in names)
-        return is_plain and self.grammar is None
+        params = self.params
+        penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1
+        others = params.temperature, params.logit_bias, params.min_tokens, self.grammar
+        return params.num_logprobs is None and not any((*penalties, *others))
 
     def replay(self, tokens: Iterable[int]) -> None:
         """Take tokens that were sampled, here or elsewhere."""
@@ -132,34 +129,22 @@ class TokenSampler:
 
     def _changed(self, logits: torch.Tensor) -> torch.Tensor:
         """With bias, penalties, and without what may not come next."""
-        logits = self._penalized(self._without_repetition(logits))
-        bias = dict(self.params.logit_bias)
-        if self.counts.total() < self.params.min_tokens:
+        params, device, bias = self.params, logits.device, dict(self.params.logit_bias)
+        if (penalty := params.repetition_penalty) != 1:
+            seen = torch.tensor(sorted(self._seen | self.counts.keys()), device=device)
+            values = logits[seen]
+            values = torch.where(values > 0, values / penalty, values * penalty)
+            logits = logits.index_copy(0, seen, values)
+        if params.presence_penalty or params.frequency_penalty:
+            for token, count in self.counts.items():
+                less = params.presence_penalty + params.frequency_penalty * count
+                bias[token] = bias.get(token, 0.0) - less
+        if self.counts.total() < params.min_tokens:
             bias |= dict.fromkeys(self._end_tokens, -1e30)  # by -inf, nothing could end whole JSON
         if bias:
-            logits = logits.index_add(0, *_on(logits.device, bias.keys(), bias.values()))
+            tokens = torch.tensor([*bias], device=device)
+            logits = logits.index_add(0, tokens, torch.tensor([*bias.values()], device=device))
         return logits if self.grammar is None else self.grammar.mask(logits)
-
-    def _without_repetition(self, logits: torch.Tensor) -> torch.Tensor:
-        penalty = self.params.repetition_penalty
-        if penalty == 1:
-            return logits
-        (tokens,) = _on(logits.device, sorted(self._seen | self.counts.keys()))
-        values = logits[tokens]
-        return logits.index_copy(
-            0, tokens, torch.where(values > 0, values / penalty, values * penalty)
-        )
-
-    def _penalized(self, logits: torch.Tensor) -> torch.Tensor:
-        presence, frequency = self.params.presence_penalty, self.params.frequency_penalty
-        if not self.counts or presence == frequency == 0:
-            return logits
-        tokens, counts = _on(logits.device, self.counts.keys(), self.counts.values())
-        return logits.index_add(0, tokens, -(presence + frequency * counts).to(logits.dtype))
-
-
-def _on(device: torch.device, *values: Iterable[float]) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.tensor(list(value), device=device) for value in values)
 
 
 def truncated(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:

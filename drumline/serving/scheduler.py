@@ -16,6 +16,7 @@ import collections
 import contextlib
 import functools
 import itertools
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 
+from coordinator import RankFailure
 from drumline.errors import DrumlineError, PeerLost, PlanError
 from drumline.pipeline.paged_generation import tried_manager
 from drumline.serving.grammar import JsonGrammar
@@ -54,8 +56,6 @@ class ServingLimits:
     """Sequences in the queue."""
     num_batches: int = 1
     """Steps that run at a time, of as many batches."""
-    max_body_nbytes: int = 4 << 20
-    """Bytes of the body of a request."""
     prompt_lookup: int = 0
     """Tokens that a greedy sequence by itself tries in a pass, of those that its text repeats."""
 
@@ -93,7 +93,7 @@ class Generation:
     ) -> None:
         self.prompt, self.params = prompt, params
         self.inputs = prompt.inputs if isinstance(prompt, Prompt) else ""
-        self.end_tokens = params.stop_tokens | (set() if params.ignore_eos else set(end_tokens))
+        self.end_tokens = {*params.stop_tokens, *(() if params.ignore_eos else end_tokens)}
         self.sampler = TokenSampler(params, prompt, self.end_tokens, grammar)
         self.new_tokens: list[int] = []
         self.prompt_logprobs: list[TokenLogprob] = []  # of params.scores_prompt, at the first token
@@ -150,32 +150,32 @@ class Generation:
 class Scheduler:
     """Open sequences, of which limits.max_running run at a time and the others wait.
 
-    on_loss(error): called once if nothing can run any longer. largest_batch: the most sequences in
-    one step so far.
+    on_loss(error): called once if nothing can run any longer. failure: that error; failures: the
+    ranks that failed. largest_batch: the most sequences in one step so far. num_running: those in
+    steps now. pool_usage: the share of the pages that they have; all tables are looked at for it.
+    device_map, peers: the places of layers, and the ranks, as JSON has them.
     """
 
+    device_map: Any = None
+    peers: Sequence[dict[str, Any]] = ()
+    num_running: int
+    pool_usage: float
     largest_batch = 0
     num_restarts = num_missing_ranks = 0  # see RemoteScheduler
     is_restarting = False
 
-    def __init__(self, limits: ServingLimits, on_loss: Callable[[PeerLost], Any]) -> None:
+    def __init__(
+        self, limits: ServingLimits, on_loss: Callable[[PeerLost], Any] = lambda _: None
+    ) -> None:
         self.limits, self._on_loss = limits, on_loss
+        self.failure: PeerLost | None = None
+        self.failures: list[RankFailure] = []
         self.end_tokens: set[int] = set()
         self.vocabulary = self.num_new_tokens = 0
         self._lock = threading.RLock()
         self._open: dict[int, Generation] = {}
         self._ids = itertools.count()
         self._closed_by: DrumlineError | None = None
-
-    @property
-    def num_running(self) -> int:
-        """The sequences in steps."""
-        raise NotImplementedError
-
-    @property
-    def pool_usage(self) -> float:
-        """The share of the pages that sequences have, for which all tables are looked at."""
-        raise NotImplementedError
 
     @property
     def num_waiting(self) -> int:
@@ -228,9 +228,23 @@ class Scheduler:
     def _cancel(self, number: int) -> None:
         """End a sequence without a client, which has no tokens to come while it waits."""
         with self._lock:
-            if (item := self._open.get(number)) is not None:
-                item.end(item.cancel_reason or "cancelled")
-                self._forget(number)
+            if number in self._open:
+                self._leave_if_over(number)
+
+    def _append(self, item: Generation, token: int) -> None:
+        """Give a sequence a new token, unless it has ended."""
+        with self._lock:
+            if not item.is_done:
+                self.num_new_tokens += 1
+                item.append(token)
+
+    def _leave_if_over(self, number: int) -> None:
+        """Compute a sequence no longer if it has ended, or was cancelled."""
+        item = self._open.get(number)
+        if item is not None and item.cancel_reason is not None:
+            item.end(item.cancel_reason)
+        if item is None or item.is_done:
+            self._forget(number)
 
     def _start(self, sequences: dict[int, Generation]) -> None:
         """Have these sequences run."""
@@ -238,6 +252,8 @@ class Scheduler:
 
     def fail(self, error: PeerLost) -> None:
         """End every sequence, and all that come, with this error: nothing can run any longer."""
+        self.failures += error.failures  # first, for nobody looks again after the failure
+        self.failure = self.failure or error
         if self._end_all(error):
             self._on_loss(error)
 
@@ -256,18 +272,14 @@ class Scheduler:
 
 
 class BatchScheduler(Scheduler):
-    """Runs sequences in steps of as many batches at a time as limits.num_batches.
+    """Runs sequences in steps of as many batches at a time as limits.num_batches."""
 
-    on_loss is called if a rank of the model is lost, after which nothing can run.
-    """
-
-    def __init__(
-        self, model: Any, limits: ServingLimits, on_loss: Callable[[PeerLost], Any] = lambda _: None
-    ) -> None:
-        super().__init__(limits, on_loss)
+    def __init__(self, model: Any, limits: ServingLimits, *rest: Any) -> None:
+        super().__init__(limits, *rest)
         eos = model.generation_config.eos_token_id
         self.end_tokens = {eos} if isinstance(eos, int) else set(eos or ())
         self.vocabulary = model.get_input_embeddings().num_embeddings
+        self.device_map = json.loads(model.device_map.to_json())
         self._model, self._chunk = model, limits.max_length
         self._alone = ThreadPoolExecutor(1)  # for what has passes of its own
         self._waiting, self._batch_of = collections.deque[int](), dict[int, Any]()
@@ -279,13 +291,13 @@ class BatchScheduler(Scheduler):
             thread.start()
 
     @property
-    def num_running(self) -> int:
+    def num_running(self) -> int:  # type: ignore[override]
         has_alone = {*self._open} - self._batch_of.keys() - {*self._waiting}
         most: int = sum(batch.num_running for batch in self._batches) + bool(has_alone)
         return min(len(self._open), most)
 
     @property
-    def pool_usage(self) -> float:
+    def pool_usage(self) -> float:  # type: ignore[override]
         usages: list[float] = [b.pool_usage for b in self._batches if self.num_running]
         return sum(usages) / max(len(self._batches), 1)
 
@@ -379,15 +391,10 @@ class BatchScheduler(Scheduler):
 
     def _look_ahead(self, number: int, item: Generation) -> None:
         """Generate with tokens of the text that are tried, until others come, for the batches."""
-
-        def take(token: int) -> None:
-            with self._lock:
-                if not item.is_done:
-                    self.num_new_tokens += 1
-                    item.append(token)
+        take = functools.partial(self._append, item)
 
         def has_ended() -> bool:
-            return item.is_done or number not in self._open or not self._may_look_ahead(item)
+            return item.is_done or not self._may_look_ahead(item)
 
         try:
             generate_ahead(self._model, item.tokens, self.limits.prompt_lookup, take, has_ended)
@@ -399,11 +406,8 @@ class BatchScheduler(Scheduler):
 
     def _score_prompt(self, number: int, item: Generation) -> None:
         args = item.prompt, item.params.num_logprobs or 0, self._chunk
-        logits, scores = score_prompt(self._model, *args)
-        with self._lock:
-            self.num_new_tokens += 1
-            item.prompt_logprobs = scores
-            item.append(item.sample(logits))
+        logits, item.prompt_logprobs = score_prompt(self._model, *args)
+        self._append(item, item.sample(logits))
 
     def _add(self, number: int, batch: Any) -> None:
         self._batch_of[number] = batch
@@ -426,23 +430,14 @@ class BatchScheduler(Scheduler):
                 tokens[row] = item.sample(logits[row])
         with self._lock:
             self.largest_batch = max(self.largest_batch, len(names))
-            for name, token in zip(names_with_token, tokens, strict=True):
-                if (item := self._open.get(int(name))) is not None:
-                    self.num_new_tokens += 1
+            for name, item, token in zip(names_with_token, items, tokens, strict=True):
+                if item is not None:
                     if not item.new_tokens and (batch := self._batch_of.get(int(name))):
                         item.num_cached = batch.num_cached(name)
-                    item.append(token)
+                    self._append(item, token)
             for number in map(int, names):
                 self._leave_if_over(number)
         return tokens
-
-    def _leave_if_over(self, number: int) -> None:
-        """Take a sequence that has ended, or was cancelled, out of its batch."""
-        item = self._open.get(number)
-        if item is not None and item.cancel_reason is not None:
-            item.end(item.cancel_reason)
-        if item is None or item.is_done:
-            self._forget(number)
 
     def _forget(self, number: int) -> None:
         super()._forget(number)

@@ -1,6 +1,6 @@
 """The state of a server as its page shows it: layers, load, ranks, requests.
 
-report = StatusReport(model.device_map, scheduler, peers)
+report = StatusReport(scheduler)
 report.sample()
 body = report.to_json()
 """
@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
-from coordinator import Peer, RankFailure
-from drumline.core.device_map import DeviceMap
+import numpy as np
+
 from drumline.serving.scheduler import Scheduler
 
 SAMPLE_S, NUM_SAMPLES = 1.0, 180
@@ -26,11 +25,8 @@ PERCENTILES = (50, 90, 99)
 class StatusReport:
     """Collects the load over the last minutes, and describes the server. Thread-safe."""
 
-    def __init__(
-        self, device_map: DeviceMap | None, scheduler: Scheduler, peers: Sequence[Peer] = ()
-    ) -> None:
-        self.device_map, self.peers, self._scheduler = device_map, peers, scheduler
-        self.failures: list[RankFailure] = []
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
         self._samples: deque[dict[str, float]] = deque(maxlen=NUM_SAMPLES)
         self._latencies: deque[tuple[float, float]] = deque(maxlen=NUM_LATENCIES)
         self._began_s = self._sampled_s = time.monotonic()
@@ -56,8 +52,8 @@ class StatusReport:
         return json.dumps(
             {
                 "uptime_s": round(time.monotonic() - self._began_s, 1),
-                "device_map": self.device_map and json.loads(self.device_map.to_json()),
-                "ranks": [self._rank(peer) for peer in self.peers],
+                "device_map": self._scheduler.device_map,
+                "ranks": [self._rank(peer) for peer in self._scheduler.peers],
                 "samples": list(self._samples),
                 "latency": self._percentiles(),
                 "requests": [
@@ -72,21 +68,15 @@ class StatusReport:
             }
         )
 
-    def _rank(self, peer: Peer) -> dict[str, Any]:
-        failed = [failure for failure in self.failures if failure.rank == peer.rank]
-        state = "restarting" if self._scheduler.is_restarting else "alive"
-        state = failed[0].text if failed else state
-        return {"rank": peer.rank, "host": peer.host, "pid": peer.pid, "state": state}
+    def _rank(self, peer: dict[str, Any]) -> dict[str, Any]:
+        usual = "restarting" if self._scheduler.is_restarting else "alive"
+        failed = (each.text for each in self._scheduler.failures if each.rank == peer["rank"])
+        return {**peer, "state": next(failed, usual)}
 
     def _percentiles(self) -> dict[str, dict[str, float]]:
         """Seconds to the first token and to the last, of the last requests."""
         columns = zip(*list(self._latencies), strict=True)
         return {
-            name: {f"p{percent}": _percentile(sorted(values), percent) for percent in PERCENTILES}
+            name: {f"p{n}": round(float(np.percentile(values, n)), 4) for n in PERCENTILES}
             for name, values in zip(("first_token_s", "request_s"), columns, strict=False)
         }
-
-
-def _percentile(values: Sequence[float], percent: int) -> float:
-    """The smallest value that `percent` of them do not exceed. values: sorted, not empty."""
-    return round(values[max(-(-len(values) * percent // 100) - 1, 0)], 4)

@@ -19,7 +19,8 @@ def count(address: str, _: object, num_tokens: int) -> None:
         signal.pause()
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(f"\0{address}")
-        ready = {"vocabulary": 64, "end_tokens": [], "pid": os.getpid()}
+        ready = {"vocabulary": 64, "end_tokens": [], "device_map": None, "peers": []}
+        ready["pid"] = os.getpid()
         connection.sendall(to_line(ready))
         for message in messages(connection):
             for sequence in message.get("start", ()):

@@ -46,7 +46,7 @@ class NamedCall(PlainText):
         self._head = _call(0, name, "")
 
     def feed(self, text: str) -> list[Delta]:
-        call, self._head = self._head or {"index": 0, "function": {}}, {}
+        call, self._head = self._head, {"index": 0, "function": {}}
         return [{"tool_calls": [{**call, "function": {**call["function"], "arguments": text}}]}]
 
 
@@ -61,19 +61,13 @@ class CallList(PlainText):
         return []
 
     def finish(self) -> list[Delta]:
-        calls, rest = [], self._text.lstrip(" \n\r\t[")
+        calls, rest = list[Delta](), self._text.lstrip(" \n\r\t[")
         with contextlib.suppress(ValueError):  # of the end, or of a call cut off by max_tokens
             while True:
                 call, end = json.JSONDecoder().raw_decode(rest)
-                calls.append(call)
+                calls.append(_call(len(calls), call["name"], json.dumps(call["parameters"])))
                 rest = rest[end:].lstrip(" \n\r\t,")
-        if not calls:
-            return super().feed(self._text)
-        items = [
-            _call(index, call["name"], json.dumps(call["parameters"]))
-            for index, call in enumerate(calls)
-        ]
-        return [{"tool_calls": items}]
+        return [{"tool_calls": calls}] if calls else super().feed(self._text)
 
 
 class TemplateParser(PlainText):
@@ -168,13 +162,12 @@ def merged(deltas: Iterable[Delta]) -> dict[str, Any]:
                 message[name] = message.get(name, "") + delta[name]
         for call in delta.get("tool_calls", ()):
             whole = calls.setdefault(call["index"], {**call, "function": {"arguments": ""}})
+            whole.pop("index", None)
             arguments = whole["function"]["arguments"] + call["function"]["arguments"]
             whole["function"] |= {**call["function"], "arguments": arguments}
     if calls:
         message["content"] = message["content"] or None
-        message["tool_calls"] = [
-            {k: v for k, v in c.items() if k != "index"} for c in calls.values()
-        ]
+        message["tool_calls"] = [*calls.values()]
     return message
 
 

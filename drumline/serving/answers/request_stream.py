@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from drumline import timings
 from drumline.core.detokenize import IncrementalDetokenizer
@@ -26,20 +27,24 @@ from drumline.serving.grammar import JsonGrammar
 from drumline.serving.sampling import SamplingParams, TokenLogprob
 from drumline.serving.scheduler import Generation, RequestTooLarge, ServerBusy, ServerStopping
 
+ANSWERS = {
+    RequestTooLarge: (400, None),
+    ServerBusy: (429, "server_busy"),
+    ClientDisconnect: (499, "client_disconnected"),
+    PeerLost: (503, "server_unavailable"),
+    ServerStopping: (503, "server_unavailable"),
+    Exception: (500, "internal_error"),
+}
+"""By kind of error, the status and the code that it is answered by: 503 for what another server
+would answer, or this one once it is started again."""
+
 
 def api_error(error: Exception) -> protocol.ApiError:
-    """An error as it is answered: 500, or 503 for what another server would answer, or this one
-    once it is started again."""
+    """An error as it is answered."""
     if isinstance(error, protocol.ApiError):
         return error
-    text = str(error) or repr(error)
-    if isinstance(error, RequestTooLarge):
-        return protocol.invalid_request(text)
-    if isinstance(error, ServerBusy):
-        return protocol.ApiError(429, text, "server_busy")
-    if isinstance(error, (PeerLost, ServerStopping)):
-        return protocol.ApiError(503, text, "server_unavailable")
-    return protocol.ApiError(500, text, "internal_error")
+    status, code = next(answer for kind, answer in ANSWERS.items() if isinstance(error, kind))
+    return protocol.ApiError(status, str(error) or repr(error), code)
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,8 @@ class RequestStream:
         self.tokenizer, self.on_gap = tokenizer, on_gap
         self._loop = asyncio.get_running_loop()
         self._pieces = asyncio.Queue[MessagePiece | Exception | None]()
-        self.start, self.first_token_s = time.monotonic(), 0.0
+        self._start = time.monotonic()
+        self.first_token_s = self.request_s = 0.0  # until the first token, and the end of all
         self.generations: list[Choice] = []
 
     def add(self, *arguments: Any, **options: Any) -> None:
@@ -180,10 +186,12 @@ class RequestStream:
                     continue
                 if piece is None:
                     return
-                self.first_token_s = self.first_token_s or time.monotonic() - self.start
+                so_far_s = time.monotonic() - self._start
+                self.first_token_s = self.first_token_s or so_far_s
                 if isinstance(piece, Exception):
                     raise api_error(piece) from piece
                 num_open -= piece.finish_reason is not None
+                self.request_s = 0.0 if num_open else so_far_s
                 yield piece
         finally:
             disconnect.cancel()

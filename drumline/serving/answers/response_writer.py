@@ -14,7 +14,7 @@ from typing import Any
 from fastapi.responses import JSONResponse, Response
 
 from drumline.serving import protocol
-from drumline.serving.answers.logprobs import LogprobFormatter
+from drumline.serving.answers.logprobs import logprobs_field
 from drumline.serving.answers.message_parser import merged
 from drumline.serving.answers.request_stream import MessagePiece, RequestStream, api_error
 
@@ -28,8 +28,7 @@ class ResponseBuilder:
         self.model, self.request_id, self.body = model, request_id, body
         self.created, self._offsets = int(time.time()), [0] * num_choices
         self._is_chat = is_chat = isinstance(body, protocol.ChatCompletionRequest)
-        has_logprobs = body.num_logprobs is not None
-        self._logprobs = LogprobFormatter(tokenizer, is_chat) if has_logprobs else None
+        self._tokenizer = tokenizer
         self._header = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
             "created": self.created,
@@ -80,10 +79,12 @@ class ResponseBuilder:
 
     def _choice(self, piece: MessagePiece, key: str, offset: int = 0) -> dict[str, Any]:
         text = piece.delta.get("content", "")
+        has_logprobs = self.body.num_logprobs is not None
+        arguments = self._tokenizer, self._is_chat, piece.logprobs, offset
         return {
             "index": piece.index,
             **({key: piece.delta} if self._is_chat else {"text": text}),
-            "logprobs": self._logprobs and self._logprobs.format(piece.logprobs, offset),
+            "logprobs": logprobs_field(*arguments) if has_logprobs else None,
             "finish_reason": piece.finish_reason,
         }
 
@@ -109,18 +110,14 @@ async def events(
     def added(piece: MessagePiece | None) -> list[str]:
         return [": ping\n\n"] if piece is None else builder.add(piece, stream.usage())
 
-    for event in [*builder.begin(stream.usage()), *added(first)]:
-        yield event
+    yield "".join([*builder.begin(stream.usage()), *added(first)])
     try:
         async for piece in pieces:
-            for event in added(piece):
-                yield event
+            yield "".join(added(piece))
     except Exception as error:
-        last = builder.fail(api_error(error))
+        yield "".join(builder.fail(api_error(error)))
     else:
-        last = builder.end(stream.usage())
-    for event in last:
-        yield event
+        yield "".join(builder.end(stream.usage()))
 
 
 def server_sent_event(data: Mapping[str, Any], kind: str = "") -> str:

@@ -90,11 +90,10 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], reasoning: s
 
 
 def _content(content: Any) -> Any:
-    """The content of a message: text, or parts where one of them is an image."""
-    parts = content if isinstance(content, list) else []
-    if not any(isinstance(part, dict) and part.get("type") == "input_image" for part in parts):
-        return _text(content)
-    return [*map(_part, protocol.objects(parts, "input"))]
+    """The content of a message: text, or parts."""
+    if isinstance(content, str):
+        return content
+    return [*map(_part, protocol.objects(content, "input"))]
 
 
 def _part(part: dict[str, Any]) -> dict[str, Any]:
@@ -128,10 +127,10 @@ class ItemBuilder(ResponseBuilder):
         super().__init__(*arguments)
         self._num_events = 0
         self._item: dict[str, Any] = {}  # to which text is being added
-        body = self.body
-        choice: Any = body.tool_choice
+        choice = self.body.tool_choice
         if not isinstance(choice, str):
             choice = {"type": "function", "name": choice.function.name}
+        own = self.body.model_dump(include={"parallel_tool_calls", "temperature", "top_p"})
         self._response: dict[str, Any] = {
             "id": f"resp_{self.request_id}",
             "object": "response",
@@ -139,11 +138,9 @@ class ItemBuilder(ResponseBuilder):
             "status": "in_progress",
             "model": self.model,
             "output": [],
-            "tools": [{"type": "function", **tool["function"]} for tool in body.tools],
+            "tools": [{"type": "function", **tool["function"]} for tool in self.body.tools],
             "tool_choice": choice,
-            "parallel_tool_calls": body.parallel_tool_calls,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
+            **own,
             **dict.fromkeys(("error", "incomplete_details", "instructions", "metadata", "usage")),
         }
 

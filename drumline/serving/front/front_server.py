@@ -6,18 +6,15 @@ serve_with_restarts(3, job, "checkpoint", port=8000)
 from __future__ import annotations
 
 import contextlib
+import sys
 from dataclasses import asdict, replace
 from typing import Any
 
 import launcher
-from coordinator import Peer
 from drumline.contact.loading.hub import local_folder
-from drumline.core.device_map import DeviceMap
 from drumline.errors import DrumlineError
 from drumline.serving import http_server
-from drumline.serving.front.remote_scheduler import Message, RemoteScheduler
 from drumline.serving.front.restarting_ranks import RestartingRanks
-from drumline.serving.scheduler import ServingLimits
 
 
 def serve_with_restarts(restarts: int, job: launcher.Job, model_path: str, **options: Any) -> None:
@@ -34,25 +31,15 @@ def serve_with_restarts(restarts: int, job: launcher.Job, model_path: str, **opt
     source = settings.load_options
     folder = str(local_folder(model_path, source.get("revision"), source.get("gguf_file")))
     endpoint = http_server.Endpoint.open(folder, settings)
-    from drumline.serving.app import Service
-
-    limits = ServingLimits(endpoint.max_length, settings.max_running, settings.max_waiting)
-    own = {"sampling": endpoint.sampling, "images": endpoint.images}
-    service = Service(settings.names, None, endpoint.tokenizer, limits, **own)
-    scheduler = service.scheduler
-    assert isinstance(scheduler, RemoteScheduler)
-
-    def on_ready(info: Message) -> None:
-        service.status.device_map = DeviceMap.from_json(info["device_map"])
-        service.status.peers = [Peer.unpack(peer.encode()) for peer in info["peers"]]
-
-    of_ranks = replace(settings, model_path=folder, max_length=endpoint.max_length)
-    job = replace(job, args=(job.node_rank, asdict(of_ranks)))
+    service = endpoint.service(None)
+    own = {"model_path": folder, "max_length": endpoint.max_length}
+    own |= {"max_waiting": sys.maxsize}  # it is the front that limits it
+    job = replace(job, args=(job.node_rank, asdict(settings) | own))
     with endpoint.listener:
         try:
-            ranks = RestartingRanks(scheduler, job, restarts, on_ready)
+            ranks = RestartingRanks(service.scheduler, job, restarts)
         except OSError as error:  # other nodes could not connect
             raise DrumlineError(f"rank 0: {error.strerror}") from error
         with contextlib.closing(ranks):
             ranks.wait_until_ready()
-            http_server.serve_requests(service, endpoint, settings)
+            endpoint.serve(service)

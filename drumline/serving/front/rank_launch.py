@@ -44,17 +44,13 @@ def watch(launch: launcher.Launch, is_over: Callable[[], bool]) -> str:
     well_at = time.monotonic()
     limit_s = max(timings.TIMINGS.suspended_s, launcher.patience_s())
     while not is_over() and launch.poll() is None:
-        suspended = [pid for pid in launch.pids if _is_suspended(pid)]
+        stats = {pid: launcher.linux.process_stat(pid) for pid in launch.pids if pid}
+        suspended = [pid for pid, stat in stats.items() if stat is not None and stat.is_stopped]
         if not suspended:
             well_at = time.monotonic()
         elif time.monotonic() - well_at > limit_s:
             return f"a rank (pid {suspended[0]}) was suspended"
     return ""
-
-
-def _is_suspended(pid: int) -> bool:
-    stat = launcher.linux.process_stat(pid) if pid else None
-    return stat is not None and stat.is_stopped
 
 
 def end_of(launch: launcher.Launch, why_kill: str) -> Exception:

@@ -9,21 +9,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
-import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import launcher
-from coordinator import Coordinator, RankFailure
+from coordinator import Coordinator
 from drumline.core.consistency import run_on_all_ranks
 from drumline.errors import PeerLost
 from drumline.planner.memory import sizes_of_ranks
 from drumline.serving import http_server
 from drumline.serving.front.json_lines import hang_up, messages, to_line
 from drumline.serving.front.remote_scheduler import Message
-from drumline.serving.grammar import GrammarCompiler, JsonGrammar
+from drumline.serving.grammar import GrammarCompiler
 from drumline.serving.one_by_one import Prompt
 from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import (
@@ -59,10 +57,7 @@ def serve_front(
             settings.load(settings.model_path, coor, sizes, length) as model,
         ):
             assert connection is not None  # the other ranks never leave load()
-            # It is the front that limits how many wait.
-            limits = http_server.limits_for(
-                model, length, replace(settings, max_waiting=sys.maxsize)
-            )
+            limits = http_server.limits_for(model, length, settings)
             read_tokenizer = functools.partial(
                 read_model_tokenizer, settings.model_path, **settings.load_options
             )
@@ -98,39 +93,22 @@ class RankWorker:
         limits: ServingLimits,
         read_tokenizer: Any,
     ) -> None:
-        self._connection, self._coor, self._model = connection, coor, model
-        self._read_tokenizer = read_tokenizer
+        self._connection, self._coor, self._read_tokenizer = connection, coor, read_tokenizer
         self._send_lock = threading.Lock()
         self._running: dict[int, Generation] = {}
-        self._failure: PeerLost | None = None
-        self._scheduler = BatchScheduler(model, limits, self._fail)
+        self._scheduler = BatchScheduler(model, limits, lambda _: hang_up(connection))
 
     def run(self) -> None:
         """Generate until the front leaves. Raises PeerLost if a rank is lost."""
-        with (
-            contextlib.closing(self._scheduler),
-            self._coor.on_failure(self._on_failure, is_waiting=lambda: False),
-        ):
-            self._send(
-                {
-                    "vocabulary": self._scheduler.vocabulary,
-                    "end_tokens": sorted(self._scheduler.end_tokens),
-                    "device_map": self._model.device_map.to_json(),
-                    "peers": [peer.pack().decode() for peer in self._coor.peers],
-                }
-            )
+        failures = http_server.ended_by_failures(self._scheduler, self._coor)
+        with contextlib.closing(self._scheduler), failures:
+            names = "vocabulary", "device_map", "peers"
+            info = {name: getattr(self._scheduler, name) for name in names}
+            self._send({**info, "end_tokens": sorted(self._scheduler.end_tokens)})
             for message in messages(self._connection):
                 self._receive(message)
-        if self._failure is not None:
-            raise self._failure
-
-    def _on_failure(self, failure: RankFailure) -> None:
-        self._fail(PeerLost(f"rank 0: {failure.text}", failures=(failure,)))
-
-    def _fail(self, failure: PeerLost) -> None:
-        """End run()."""
-        self._failure = self._failure or failure
-        hang_up(self._connection)
+        if self._scheduler.failure is not None:
+            raise self._scheduler.failure
 
     def _send(self, message: Message) -> None:
         with contextlib.suppress(OSError), self._send_lock:  # the front has left
@@ -143,26 +121,20 @@ class RankWorker:
             return
         for sequence in message["start"]:
             try:
-                self._start(**sequence)
+                self._start(sequence)
             except Exception as error:  # of this sequence, such as one of its grammar
                 self._send_error(sequence["id"], error)
 
-    def _send_error(self, id: int, error: Exception) -> None:
+    def _send_error(self, number: int, error: Exception) -> None:
         """Send an error that ends a sequence, unless other ranks can continue it."""
         if not isinstance(error, (PeerLost, ServerStopping)):
-            self._send({"id": id, "error": str(error) or repr(error)})
+            self._send({"id": number, "error": str(error) or repr(error)})
 
-    def _start(
-        self,
-        id: int,
-        prompt: list[int],
-        inputs: str,
-        new_tokens: list[int],
-        params: Any,
-        schema: Any,
-    ) -> None:
+    def _start(self, sequence: Message) -> None:
+        number, schema = sequence["id"], sequence["schema"]
+
         def on_token(token: int) -> bool:
-            message: Message = {"id": id, "token": token, "logprob": item.sampler.logprob}
+            message: Message = {"id": number, "token": token, "logprob": item.sampler.logprob}
             if len(item.new_tokens) == 1:
                 message |= {"prompt_logprobs": item.prompt_logprobs, "num_cached": item.num_cached}
             if len(item.new_tokens) % PAGE_SIZE == 1:
@@ -172,22 +144,18 @@ class RankWorker:
             return True
 
         def on_end(reason: str | Exception) -> None:
-            self._running.pop(id, None)
+            self._running.pop(number, None)
             if reason == "stop":  # by a token that ends sequences, for which on_token is not called
                 on_token(item.new_tokens[-1])
             elif isinstance(reason, Exception):
-                self._send_error(id, reason)
+                self._send_error(number, reason)
 
-        params["stop_tokens"] = frozenset(params["stop_tokens"])
-        params["logit_bias"] = tuple((token, bias) for token, bias in params["logit_bias"])
-        grammar: JsonGrammar | None = None if schema is None else self._grammars.json(schema)
-        item = Generation(
-            Prompt(prompt, inputs),
-            SamplingParams(**params),
-            *(on_token, on_end, self._scheduler.end_tokens, grammar),
-        )
-        item.resume(new_tokens)
-        self._running[id] = item
+        grammar = None if schema is None else self._grammars.json(schema)
+        prompt = Prompt(sequence["prompt"], sequence["inputs"])
+        ends, params = self._scheduler.end_tokens, SamplingParams(**sequence["params"])
+        item = Generation(prompt, params, on_token, on_end, ends, grammar)
+        item.resume(sequence["new_tokens"])
+        self._running[number] = item
         self._scheduler.submit([item])
 
     @functools.cached_property

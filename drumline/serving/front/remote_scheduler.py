@@ -17,23 +17,20 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from drumline.errors import DrumlineError, PeerLost
+from drumline.errors import DrumlineError
 from drumline.serving.sampling import TokenLogprob
-from drumline.serving.scheduler import Generation, Scheduler, ServingLimits
+from drumline.serving.scheduler import Generation, Scheduler
 
 Message = dict[str, Any]
 
 
 class RemoteScheduler(Scheduler):
-    """Keeps every open sequence with its tokens, and has the ranks of the moment continue it.
+    """Keeps every open sequence with its tokens, and has the ranks of the moment continue it."""
 
-    on_loss(error): called once if no ranks will come any longer.
-    """
-
-    def __init__(self, limits: ServingLimits, on_loss: Callable[[PeerLost], Any]) -> None:
-        super().__init__(limits, on_loss)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._send: Callable[[Message], Any] | None = None
-        self._reported = limits.max_running, 0.0  # num_running and pool_usage of rank 0
+        self._reported = self.limits.max_running, 0.0  # num_running and pool_usage of rank 0
 
     @property
     def is_restarting(self) -> bool:  # type: ignore[override]
@@ -41,11 +38,11 @@ class RemoteScheduler(Scheduler):
         return self._send is None
 
     @property
-    def num_running(self) -> int:
+    def num_running(self) -> int:  # type: ignore[override]
         return 0 if self.is_restarting else min(len(self._open), self._reported[0])
 
     @property
-    def pool_usage(self) -> float:
+    def pool_usage(self) -> float:  # type: ignore[override]
         return self._reported[1] if self.num_running else 0.0
 
     def _start(self, sequences: dict[int, Generation]) -> None:
@@ -66,12 +63,10 @@ class RemoteScheduler(Scheduler):
             if "error" in message:
                 item.end(DrumlineError(message["error"]))
             else:
-                self._append(item, message)
-            if item.is_done:
-                self._forget(message["id"])
+                self._take(item, message)
+            self._leave_if_over(message["id"])
 
-    def _append(self, item: Generation, message: Message) -> None:
-        self.num_new_tokens += 1
+    def _take(self, item: Generation, message: Message) -> None:
         if "load" in message:
             num_running, usage, largest = message["load"]
             self._reported = num_running, usage
@@ -79,14 +74,15 @@ class RemoteScheduler(Scheduler):
         item.sampler.logprob = (fields := message["logprob"]) and TokenLogprob(*fields)
         item.prompt_logprobs += [TokenLogprob(*each) for each in message.get("prompt_logprobs", ())]
         item.num_cached = message.get("num_cached", item.num_cached)
-        item.append(message["token"])
+        self._append(item, message["token"])
 
     def resume(self, info: Message, send: Callable[[Message], Any]) -> None:
         """Have new ranks continue all that is open, each behind the tokens that it has.
 
-        info: the model's vocabulary and end_tokens. send: must not block.
+        info: the model's vocabulary, end_tokens and device_map, and peers. send: must not block.
         """
         with self._lock:
+            self.device_map, self.peers = info["device_map"], info["peers"]
             self.vocabulary, self.end_tokens = info["vocabulary"], set(info["end_tokens"])
             self._send = send
             self._start(self._open)
@@ -98,13 +94,12 @@ class RemoteScheduler(Scheduler):
 
 
 def _to_message(number: int, item: Generation) -> Message:
-    params = asdict(item.params) | {"seed": item.sampler.seed}
-    params["stop_tokens"] = sorted(item.params.stop_tokens)
+    own = {"seed": item.sampler.seed, "stop_tokens": sorted(item.params.stop_tokens)}
     return {
         "id": number,
         "prompt": list(item.prompt),
         "inputs": item.inputs,
         "new_tokens": item.new_tokens,
-        "params": params,
+        "params": {**asdict(item.params), **own},
         "schema": getattr(item.sampler.grammar, "schema", None),
     }

@@ -1,6 +1,6 @@
 """Ranks that are started again when one of them dies or is suspended; fewer if some do not come up.
 
-ranks = RestartingRanks(scheduler, job, restarts=3, on_ready=print)
+ranks = RestartingRanks(scheduler, job, restarts=3)
 ranks.wait_until_ready()
 ranks.close()
 """
@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -40,20 +40,12 @@ class RestartingRanks:
 
     job: what the ranks of this node run, as serve_front(), and its arguments without the first two.
     Of several nodes it is the first, and the others run follow_front(). restarts: at most so often.
-    on_ready(info): called with the first message of each rank 0.
     """
 
-    def __init__(
-        self,
-        scheduler: RemoteScheduler,
-        job: launcher.Job,
-        restarts: int,
-        on_ready: Callable[[Message], None],
-    ) -> None:
+    def __init__(self, scheduler: RemoteScheduler, job: launcher.Job, restarts: int) -> None:
         self._leader = launcher.NodeLeader(job)
-        self._scheduler, self._job = scheduler, job
-        self._restarts, self._on_ready = restarts, on_ready
-        self._failed_starts, self._is_up = 0, False
+        self._scheduler, self._job, self._restarts = scheduler, job, restarts
+        self._failed_starts = 0  # since ranks have come up
         self._is_closed = threading.Event()
         self._was_ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="restarting-ranks")
@@ -118,12 +110,8 @@ class RestartingRanks:
 
     def _next_num_ranks(self, num_ranks: int) -> int:
         """All, unless that number has failed to come up STARTS times in a row; then one less."""
-        if self._is_up:
-            self._failed_starts = 0
-            return sys.maxsize
-        self._failed_starts += 1
         is_over = self._failed_starts % STARTS == 0
-        return max(num_ranks - is_over, 1)
+        return max(num_ranks - is_over, 1) if self._failed_starts else sys.maxsize
 
     def _too_few(self, num_ranks: int, cause: str) -> PeerLost:
         return PeerLost(
@@ -134,7 +122,7 @@ class RestartingRanks:
 
     def _serve_once(self, nodes: list[int], num_ranks: int) -> Exception:
         """Start ranks and pass messages on until they have ended; why they have."""
-        self._is_up = False
+        self._failed_starts += 1
         address = f"drumline-{secrets.token_hex(16)}"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f"\0{address}")
@@ -162,8 +150,7 @@ class RestartingRanks:
                 if "id" in message:
                     self._scheduler.receive(message)
                 else:
-                    self._on_ready(message)
-                    self._is_up = True
+                    self._failed_starts = 0
                     self._scheduler.resume(message, connection.send)
                     if not self._was_ready.done():
                         self._was_ready.set_result(None)

@@ -27,6 +27,18 @@ from tests.programs.counting_rank import count, count_on_devices
 LIMITS = ServingLimits(max_length=100, max_running=1, max_waiting=2)
 
 
+class TellingScheduler(RemoteScheduler):
+    """Calls on_ready with the first message of each rank 0."""
+
+    def __init__(self, on_ready, on_loss=print):
+        super().__init__(LIMITS, on_loss)
+        self.on_ready = on_ready
+
+    def resume(self, info, send):
+        self.on_ready(info)
+        super().resume(info, send)
+
+
 def sequence(max_tokens):
     """A sequence, what it posts a token or its end to, and how it ended."""
     posted, reasons = threading.Semaphore(0), []
@@ -68,17 +80,15 @@ def serve(monkeypatch):
 
     def run(scheduler, restarts):
         starts = []
-        ranks = RestartingRanks(
-            scheduler, job(count, 2), restarts, lambda info: starts.append(pids_of(info["pid"]))
-        )
-        return ranks, starts
+        scheduler.on_ready = lambda info: starts.append(pids_of(info["pid"]))
+        return RestartingRanks(scheduler, job(count, 2), restarts), starts
 
     return run
 
 
 def test_a_sequence_survives_its_ranks_until_no_restart_is_left(serve):
     losses = []
-    scheduler = RemoteScheduler(LIMITS, losses.append)
+    scheduler = TellingScheduler(print, losses.append)
     ranks, starts = serve(scheduler, restarts=2)
     with closing(ranks):
         ranks.wait_until_ready()
@@ -100,7 +110,8 @@ def test_a_sequence_survives_its_ranks_until_no_restart_is_left(serve):
 def test_a_sequence_that_is_cancelled_before_its_first_token_is_told_to_rank_0_at_once():
     """A long prompt was computed to its end for a client that had left."""
     scheduler, sent = RemoteScheduler(LIMITS, print), []
-    scheduler.resume({"vocabulary": 9, "end_tokens": []}, sent.append)
+    info = {"vocabulary": 9, "end_tokens": [], "device_map": None, "peers": []}
+    scheduler.resume(info, sent.append)
     item, _, reasons = sequence(9)
     scheduler.submit([item])
     item.cancel()
@@ -112,7 +123,7 @@ def test_a_sequence_that_is_cancelled_before_its_first_token_is_told_to_rank_0_a
 def test_a_rank_that_is_suspended_for_less_than_the_patience_goes_on(serve, monkeypatch):
     """It was killed after 3 s, whatever was set."""
     monkeypatch.setenv("DRUMLINE_PATIENCE", "60")
-    scheduler = RemoteScheduler(LIMITS, print)
+    scheduler = TellingScheduler(print)
     ranks, starts = serve(scheduler, restarts=2)
     with closing(ranks):
         ranks.wait_until_ready()
@@ -131,9 +142,10 @@ def test_a_sequence_survives_processes_that_are_lost_while_ranks_start_again(mon
     """From the fork of the first new process on, until the ranks are ready and later."""
     quick = ModelTimings(suspended_s=0.5, ranks_end_s=1)
     monkeypatch.setattr(timings, "TIMINGS", quick)
-    scheduler, infos = RemoteScheduler(LIMITS, print), queue.SimpleQueue()
+    infos = queue.SimpleQueue()
+    scheduler = TellingScheduler(infos.put)
     children = set(launcher.linux.descendants(os.getpid()))
-    ranks = RestartingRanks(scheduler, job(count, 2), 99, infos.put)
+    ranks = RestartingRanks(scheduler, job(count, 2), 99)
     with closing(ranks):
         rank_0 = infos.get(timeout=60)["pid"]
         item, posted, _ = sequence(90)
@@ -159,15 +171,19 @@ def test_a_sequence_survives_processes_that_are_lost_while_ranks_start_again(mon
 def test_fewer_ranks_go_on_where_not_all_come_up_until_they_are_too_few(tmp_path):
     """A device is gone, comes back, and is gone again when one rank has become too few."""
     losses, pids, is_ready = [], [], threading.Semaphore(0)
-    scheduler = RemoteScheduler(LIMITS, lambda loss: losses.append(loss) or is_ready.release())
     (tmp_path / "devices").write_text("2 1")
 
     def on_ready(info):
         pids.append(info["pid"])
         is_ready.release()
 
+    def on_loss(loss):
+        losses.append(loss)
+        is_ready.release()
+
+    scheduler = TellingScheduler(on_ready, on_loss)
     work = job(count_on_devices, 2, str(tmp_path / "devices"))
-    ranks = RestartingRanks(scheduler, work, 9, on_ready)
+    ranks = RestartingRanks(scheduler, work, 9)
     with closing(ranks):
         for devices, num_missing, num_restarts in (("1 1", 1, 3), ("2 1", 0, 4), ("1 2", 1, 7)):
             wait_for(is_ready, 1)
@@ -206,10 +222,11 @@ def test_a_node_that_is_gone_is_done_without_and_comes_in_with_a_restart(
     """The other node has another number of ranks than the first, and yet another after it."""
     quick = ModelTimings(node_return_s=0.5, ranks_end_s=0.5)
     monkeypatch.setattr(timings, "TIMINGS", quick)
-    scheduler, infos = RemoteScheduler(LIMITS, print), queue.SimpleQueue()
+    infos = queue.SimpleQueue()
+    scheduler = TellingScheduler(infos.put)
     token = LaunchToken.draw()
     place = {"nprocs": 1, "nnodes": 2, "master_port": kept_port(), "token": token}
-    ranks = RestartingRanks(scheduler, job(count, 2, **place), 9, infos.put)
+    ranks = RestartingRanks(scheduler, job(count, 2, **place), 9)
     command = [sys.executable, "-c", FOLLOW, str(place["master_port"])]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environ["DRUMLINE_TOKEN"] = str(token)
@@ -238,7 +255,7 @@ def test_a_node_that_is_gone_is_done_without_and_comes_in_with_a_restart(
 
 
 def test_what_comes_while_ranks_start_waits_for_them_and_the_queue_keeps_its_length(serve):
-    scheduler = RemoteScheduler(LIMITS, print)
+    scheduler = TellingScheduler(print)
     items = [sequence(2) for _ in range(3)]
     for item, _, _ in items:
         scheduler.submit([item])
@@ -257,7 +274,7 @@ def test_what_comes_while_ranks_start_waits_for_them_and_the_queue_keeps_its_len
 
 
 def test_ranks_that_never_were_ready_are_not_started_again(serve):
-    ranks = RestartingRanks(RemoteScheduler(LIMITS, print), job(count, "two", 2), 3, print)
+    ranks = RestartingRanks(RemoteScheduler(LIMITS, print), job(count, "two", 2), 3)
     with closing(ranks), pytest.raises(launcher.LaunchError, match="TypeError"):
         ranks.wait_until_ready()
 
