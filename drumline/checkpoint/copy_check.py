@@ -25,6 +25,7 @@ from drumline.checkpoint.safetensors_index import (
     Index,
     StoredTensor,
     TensorReader,
+    check_unchanged,
     file_state,
     path_of,
 )
@@ -42,6 +43,8 @@ AT_ONCE_NBYTES = 16 << 20
 SAMPLE_NBYTES = 4096
 MAX_SAMPLES = 4096
 """By rank; from a disk, each takes about a tenth of a millisecond."""
+MAX_LASTING_SAMPLES = 256
+"""Of all files together, one more for each."""
 BLOCK_NBYTES = 1 << 20
 DIGEST_NBYTES = 16
 LOWEST_PRIORITY = 19
@@ -50,19 +53,33 @@ SHARED_FILE_SYSTEMS = ("nfs", "nfs4", "lustre", "ceph", "beegfs", "gpfs")
 
 
 def file_identity(path: Path, index: Index, boot_id: str) -> str:
-    """Equal on two ranks only if they read the very same files.
-
-    boot_id: of the machine; with an empty one it is the same after the machine was started anew.
-    """
-    names = sorted({stored.file for stored in index.values()})
+    """Equal on two ranks only if they read the very same files. boot_id: of the machine."""
     facts = []
-    for name in names:
+    for name in sorted({stored.file for stored in index.values()}):
         status = path_of(path, name).stat()
         kind, source = linux.file_system(status.st_dev)
         device = source if kind in SHARED_FILE_SYSTEMS else f"{boot_id} {status.st_dev}"
         times = status.st_mtime_ns, status.st_ctime_ns
         facts.append((device, status.st_ino, status.st_size, *times))
     return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def lasting_identity(path: Path, index: Index) -> str:
+    """As file_identity, the same after the machine was started anew.
+
+    Devices may then have each other's numbers, so it holds samples of the files. Raises
+    CheckpointError if these are no longer those whose headers were read.
+    """
+    digest = hashlib.sha256(file_identity(path, index, "").encode())
+    names = sorted({stored.file for stored in index.values()})
+    for name in names:
+        with path_of(path, name).open("rb") as file:
+            last = max(0, file.seek(0, os.SEEK_END) - SAMPLE_NBYTES)
+            step = last * len(names) // MAX_LASTING_SAMPLES
+            for offset in range(last, -1, -max(SAMPLE_NBYTES, step)):
+                digest.update(os.pread(file.fileno(), SAMPLE_NBYTES, offset))
+    check_unchanged(path, index)
+    return digest.hexdigest()
 
 
 def group_by_copy(identities: Sequence[str | None]) -> Copies:

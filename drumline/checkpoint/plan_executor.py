@@ -16,7 +16,7 @@ import torch
 from communicator import Communicator, PeerLost
 from coordinator import Coordinator, CoordinatorError
 from drumline import timings
-from drumline.checkpoint.copy_check import file_identity
+from drumline.checkpoint.copy_check import lasting_identity
 from drumline.checkpoint.disk_cache.weight_cache import CachedWeights, WeightCache
 from drumline.checkpoint.safetensors_index import ComputedTensor, Index, TensorReader
 from drumline.checkpoint.shard_plan import LoadPlan, Transfer
@@ -100,7 +100,7 @@ def _identity_of_files(
 ) -> str:
     """That of the files that are read for this rank, as their reader sees them. Collective."""
     reads = plan.readers[coor.rank] == coor.rank
-    identities = coor.allgather_object(file_identity(reader.path, index, "") if reads else "")
+    identities = coor.allgather_object(lasting_identity(reader.path, index) if reads else "")
     return str(identities[plan.readers[coor.rank]])
 
 

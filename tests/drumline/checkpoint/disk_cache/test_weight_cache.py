@@ -23,6 +23,7 @@ from drumline.checkpoint import plan_executor
 from drumline.checkpoint.disk_cache import weight_cache
 from drumline.checkpoint.disk_cache.weight_cache import WeightCache
 from drumline.checkpoint.safetensors_index import TensorReader
+from drumline.checkpoint.source import CheckpointFiles
 from drumline.cli import main
 from launcher import user_cache_folder
 
@@ -207,6 +208,43 @@ def test_other_weights_of_one_size_and_time_are_other_weights(ranks, checkpoint,
         file.rename(checkpoint / "old")
     file.write_bytes(data)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    found = loaded(ranks, checkpoint, (1, 1))
+    assert found[1][1].nbytes_kept == 0
+    assert_equal(found)
+
+
+def test_other_weights_in_another_file_system_of_the_same_number_are_other_weights(
+    ranks, checkpoint, monkeypatch
+):
+    """Of two images, mounted one after the other, a file had one device, inode, size and times, and
+    the weights of the first were loaded for the second."""
+    found, file = loaded(ranks, checkpoint, (1, 1)), checkpoint / "0.safetensors"
+    status, stat = file.stat(), Path.stat
+    state = {name: -tensor for name, tensor in found[0][0].items() if int(name[7]) % 2 == 0}
+    save_file(state, file)
+    looks = {file: status}
+    monkeypatch.setattr(Path, "stat", lambda path, **o: looks.get(path) or stat(path, **o))
+    found = loaded(ranks, checkpoint, (1, 1))
+    assert found[1][1].nbytes_kept == 0
+    assert_equal(found)
+
+
+def test_a_file_that_another_one_takes_the_place_of_before_it_is_named_is_an_error(
+    ranks, ranks_or_errors, checkpoint, monkeypatch
+):
+    """The weights of the old file, whose pages were open, were kept under the name of the new."""
+    file, identify = checkpoint / "0.safetensors", plan_executor.lasting_identity
+
+    def replaced(path, index):
+        (checkpoint / "new").write_bytes(file.read_bytes()[:-4] + b"new!")
+        (checkpoint / "new").rename(file)
+        return identify(path, index)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointFiles, "maps", property(lambda files: True, lambda *_: None))
+        patch.setattr(plan_executor, "lasting_identity", replaced)
+        first = loaded(ranks_or_errors, checkpoint, (1, 1))
+    assert isinstance(first[0], drumline.CheckpointError)
     found = loaded(ranks, checkpoint, (1, 1))
     assert found[1][1].nbytes_kept == 0
     assert_equal(found)
