@@ -336,7 +336,9 @@ def _weight(
     first = next(iter(parts.values()))
     place = first.file, first.offset, dtype, shape
     weight = GgufWeight(*place, name=name, tensors=parts, processor=processor, names=names)
-    order = weight.row_order() if len(shape) > 1 else None
+    sizes = {part.shape_of_elements[-1] for part in parts.values()}
+    has_rows = len(shape) > 1 and sizes == {shape[-1]}
+    order = weight.row_order() if has_rows else None
     return weight if order is None else GgufRows(*place, tensors=[*parts.values()], order=order)
 
 

@@ -22,7 +22,8 @@ SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
 SCALES_AT |= dict.fromkeys(("Q4_K", "Q5_K", "Q4_1", "Q5_1"), (0, 2))
 """Where the half-precision numbers of a block are, in bytes; at 0 in the others."""
 
-
+MIXTURE = {"hidden_size": 256, "num_hidden_layers": 2, "head_dim": 64, "vocab_size": 64}
+MIXTURE |= {"num_experts": 4, "num_experts_per_tok": 2, "num_attention_heads": 4}
 MIXTURE_TENSORS = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
@@ -161,9 +162,7 @@ def test_blocks_stay_blocks_in_memory_and_in_the_plan(mixed, on_master, nprocs, 
 def test_experts_are_multiplied_one_by_one_in_their_blocks(checkpoints, on_master, tmp_path):
     """Each token made numbers of all experts of a layer, at once."""
     gguf = pytest.importorskip("gguf", reason="runs after `pip install gguf`")
-    sizes = {"hidden_size": 256, "num_hidden_layers": 2, "head_dim": 64, "vocab_size": 64}
-    sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "num_attention_heads": 4}
-    plain, _ = checkpoints.make("qwen3 moe of 256", "Qwen3MoeForCausalLM", **sizes)
+    plain, _ = checkpoints.make("qwen3 moe of 256", "Qwen3MoeForCausalLM", **MIXTURE)
     kinds = itertools.cycle(getattr(gguf.GGMLQuantizationType, n) for n in ("Q4_K", "Q6_K", "Q8_0"))
     generator = torch.Generator().manual_seed(4)
 
@@ -188,6 +187,29 @@ def test_experts_are_multiplied_one_by_one_in_their_blocks(checkpoints, on_maste
     assert tokens == tokens_plain
     packed = experts.gate_up_proj
     assert isinstance(packed, PackedTensor) and isinstance(packed[1], PackedTensor)
+
+
+def test_parts_with_rows_of_other_lengths_are_refused(checkpoints, ranks_or_errors, tmp_path):
+    """Their elements were as many as the model's, and a product read behind the shorter rows."""
+    gguf = pytest.importorskip("gguf", reason="runs after `pip install gguf`")
+    plain, _ = checkpoints.make("qwen3 moe of 256", "Qwen3MoeForCausalLM", **MIXTURE)
+    generator, kind = torch.Generator().manual_seed(4), gguf.GGMLQuantizationType.Q4_0
+    size = plain.config.hidden_size
+    columns = itertools.cycle([size // 2, size // 2 * 3, None])  # of gate, up, down
+
+    def blocks_of(tensor):
+        width = (tensor.dim() == 3 and next(columns)) or tensor.shape[-1]
+        blocks = random_blocks(gguf, kind, tensor[..., 0].numel(), width, generator)
+        return kind, blocks.reshape(*tensor.shape[:-1], -1)
+
+    write_gguf(gguf, tmp_path / "model.gguf", plain, blocks_of)
+
+    def rank(info):
+        with Coordinator(info, timeout_s=30) as coor:
+            drumline.load(tmp_path / "model.gguf", coor=coor, dtype=torch.float32).close()
+
+    (error,) = ranks_or_errors(rank, 1)
+    assert isinstance(error, CheckpointError) and "ffn_up_exps" in str(error)
 
 
 def test_a_rank_without_the_file_is_sent_the_blocks(mixed, on_master, tmp_path):
