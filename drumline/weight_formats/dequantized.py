@@ -8,6 +8,8 @@ Formats by quant_method: "fp8" (scales of blocks), "mxfp4" (OCP Microscaling For
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +51,8 @@ ORDERED_COLUMNS = ("group", "dynamic")
 """Kinds of actorder with which columns are not in the order of their groups."""
 BLOCK_SIZES = ("weight_block_size", "block_structure")
 MAX_BLOCK_DIMS = 2
+TRANSFORMS_OF_WEIGHTS = {"weight_input", "weight_output"}
+"""Locations of rotations that are in the stored weights."""
 OF_ACTIVATIONS = ("activation_scale", "input_scale", "output_scale", ".k_scale", ".v_scale")
 """Endings of the names of scales that no weight has."""
 
@@ -293,9 +297,8 @@ def _scaled(path: Path, index: Index, settings: Mapping[str, Any]) -> Derived:
     groups = [
         group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()
     ]
-    blocks = settings.get("weight_block_size") or next(
-        (group["block_structure"] for group in groups if group.get("block_structure")), ()
-    )
+    sizes = [group.get("block_structure") or (1, group.get("group_size") or 0) for group in groups]
+    blocks = settings.get("weight_block_size") or next((s for s in sizes if min(s) > 0), ())
     for name, stored in index.items():
         if stored.dtype not in QUANTIZED:
             continue
@@ -328,6 +331,13 @@ def _mxfp4(path: Path, index: Index, settings: Mapping[str, Any]) -> Derived:
 
 def _compressed(path: Path, index: Index, settings: Mapping[str, Any]) -> Derived:
     """Packed integers; beside them, and without them, what has one byte an element."""
+    transforms = json.dumps(settings.get("transform_config"))
+    if online := {*re.findall(r'"location": "(\w+)"', transforms)} - TRANSFORMS_OF_WEIGHTS:
+        raise CheckpointError(
+            f"{path}/config.json: transform_config rotates what layers compute ({min(online)}), "
+            "which is not done here, so the weights would not fit; give a checkpoint whose "
+            "rotations are all in its weights."
+        )
     groups = [*(settings.get("config_groups") or {}).values()]
     weights = [group.get("weights") or {} for group in groups]
     bits = {scheme.get("num_bits") or 0 for scheme in weights}
@@ -348,7 +358,7 @@ def _compressed(path: Path, index: Index, settings: Mapping[str, Any]) -> Derive
         shape = stored.shape[0], stored.shape[1] * (INT32_BITS // num_bits)
         grid = _grid(path, name, replace(stored, shape=shape), scales, ())
         num_groups = grid.stored.shape[1]
-        fits = num_groups in {-(-shape[1] // size) if size > 0 else 1 for size in group_sizes}
+        fits = num_groups in {shape[1] / size if size > 0 else 1 for size in group_sizes}
         num_words = -(-shape[0] * num_bits // INT32_BITS)
         shapes = {"zero_point": (num_words, num_groups), "g_idx": shape[1:]}
         if not fits or any(
@@ -375,8 +385,10 @@ def _transposed(path: Path, index: Index, settings: Mapping[str, Any]) -> Derive
     dim, order = (1, AWQ_ORDER) if is_awq else (0, ())
     zero_shift = ZERO_SHIFTS.get((str(settings["quant_method"]), str(form).lower()))
     for name, stored in index.items():
-        stem = name.removesuffix(".qweight")
-        if stem == name:
+        stem, _, part = name.rpartition(".")
+        if part == "scales" and f"{stem}.qweight" not in index:  # of activations
+            raise _unreadable(path, name, stored)
+        if part != "qweight":
             continue
         zeros, scales, groups = (index.get(f"{stem}.{s}") for s in ("qzeros", "scales", "g_idx"))
         is_known = num_bits in ((4,) if is_awq else (2, 4, 8)) and stored.dtype == "I32"

@@ -405,6 +405,17 @@ def to_gptq(name, tensor):
     return {f"{stem}{part}": parts[part].clone() for part in parts} if "up_proj" in name else None
 
 
+def to_gelu_scales(name, tensor):
+    """Of activations, with no integers beside them."""
+    scales = name.replace("weight", "scales")
+    return {name: tensor, scales: torch.ones(64)} if "gate_proj" in name else None
+
+
+def rotated(*locations):
+    groups = {"R4": {"apply": [{"targets": ["Linear"], "location": one} for one in locations]}}
+    return {**PACKED, "transform_config": {"config_groups": groups}}
+
+
 @pytest.mark.parametrize(
     ("settings", "rewrite", "problem"),
     [
@@ -431,6 +442,8 @@ def to_gptq(name, tensor):
             "up_proj",
         ),
         ({**GPTQ, "desc_act": True}, to_gptq, "up_proj"),
+        (PACKED_KINDS["awq"], to_gelu_scales, "gate_proj.scales"),
+        (rotated("input", "weight_input"), packed_with(), "transform_config rotates"),
         (PACKED, bytes_with(g_idx=torch.zeros(32, dtype=torch.int32)), "up_proj"),
         (PACKED, bytes_with(zero_point=torch.ones(64, 1, dtype=torch.int32)), "up_proj"),
     ],
@@ -455,6 +468,19 @@ def test_zeros_that_do_not_fill_their_words_are_refused():
     index = {f"up.{part}": StoredTensor("a", 0, *form) for part, form in shapes.items()}
     with pytest.raises(CheckpointError, match=r"up\.qweight"):
         list(METHODS["gptq"](Path("a"), index, {**GPTQ, "group_size": 32}))
+
+
+def test_groups_end_where_their_size_says():
+    """Of 1000 columns in groups of 128, each scale was taken for 125 of them."""
+    scheme = {"config_groups": {"a": {"weights": {**WEIGHTS, "group_size": 128}}}}
+    packed, values = ("I32", (4, 125)), ("I8", (4, 1000))
+    scale = StoredTensor("a", 0, "F32", (4, 8))
+    index = {"up_packed": StoredTensor("a", 0, *packed), "up_scale": scale}
+    with pytest.raises(CheckpointError, match="up_packed"):  # its own library refuses them
+        list(METHODS["compressed-tensors"](Path("a"), index, {**PACKED, **scheme}))
+    index = {"up.weight": StoredTensor("a", 0, *values), "up.weight_scale": scale}
+    ((_, weight, _),) = METHODS["compressed-tensors"](Path("a"), index, {**PACKED, **scheme})
+    assert weight.scales.block == (1, 128)
 
 
 def to_bitnet(name, tensor):
