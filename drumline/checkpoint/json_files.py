@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +24,11 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 MAX_DESCRIPTION_NBYTES = 256 << 20
 """Of a file that is read whole; the largest tokenizers have 40 MB."""
-DESCRIPTIONS = (".json", ".jinja", ".model", ".txt")
+DESCRIPTION = re.compile(
+    r".*\.(jinja|model)|(vocab|merges|dict)\.txt|(tokenizer.*|.*(config|index|vocab|tokens|maps?)|"
+    r"chat_template|vocab-.*|word_.*|emoji|normalizer)\.json"
+)
+"""The names of files that transformers may open by itself."""
 MAX_DEPTH = 32
 """Of JSON: transformers copies a config by recursion, in which each list costs as much as ten."""
 
@@ -38,36 +43,47 @@ def gguf_path(path: str | Path, name: str | None) -> Path | None:
 def check_regular_file(file: Path) -> None:
     """Raise unless it is an ordinary file, or a link to one: opening a pipe waits for a writer.
 
-    Also for a description that is too large to be one. OSError if there is nothing at all.
+    OSError if there is nothing at all.
     """
-    status = file.stat()
-    mode = status.st_mode
-    if file.suffix in DESCRIPTIONS and status.st_size > MAX_DESCRIPTION_NBYTES:
-        raise CheckpointError(
-            f"{file} has {status.st_size} bytes, more than any description of a model, and would "
-            "fill the memory; copy it again."
-        )
+    mode = file.stat().st_mode
     if not stat.S_ISREG(mode):
         raise CheckpointError(
             f"{file} is not an ordinary file ({stat.filemode(mode)}), so reading it might never "
             "end; put the file of the checkpoint there."
         )
-    bound = _values_bound(file)
-    if file.suffix == ".json" and status.st_size > bound.most:
-        try:
-            _check_num_values(file.read_bytes(), bound)
-        except FieldError as error:
-            raise CheckpointError(
-                f"{file} has {error}, and would take hours and fill the memory; copy it again."
-            ) from error
+
+
+def _check_size(file: Path) -> int:
+    """The bytes of an ordinary file. Raises CheckpointError for more than a description has."""
+    check_regular_file(file)
+    nbytes = file.stat().st_size
+    if nbytes > MAX_DESCRIPTION_NBYTES:
+        raise CheckpointError(
+            f"{file} has {nbytes} bytes, more than any description of a model, and would fill the "
+            "memory; copy it again."
+        )
+    return nbytes
 
 
 def check_regular_files(folder: Path) -> None:
-    """Raise for a pipe, socket or device among the files that transformers may open by itself."""
+    """Raise for a pipe, socket or device, and what is too large where transformers opens it."""
     for pattern in ("*", "additional_chat_templates/*"):
         for file in sorted(folder.glob(pattern)):
             if file.exists() and not file.is_dir():
                 check_regular_file(file)
+                bound = _values_bound(file)
+                is_opened = DESCRIPTION.fullmatch(file.name) is not None
+                if is_opened and _check_size(file) > bound.most and file.suffix == ".json":
+                    _check_file(file, bound)
+
+
+def _check_file(file: Path, bound: Bound) -> None:
+    try:
+        _check_num_values(file.read_bytes(), bound)
+    except FieldError as error:
+        raise CheckpointError(
+            f"{file} has {error}, and would take hours and fill the memory; copy it again."
+        ) from error
 
 
 def check_has_config(folder: Path, adapter: str | Path | None = None) -> None:
@@ -151,7 +167,7 @@ def _check_depth(content: dict[str, Any]) -> None:
 def read_json(file: Path) -> dict[str, Any]:
     """The JSON object that is all of a file."""
     try:
-        check_regular_file(file)
+        _check_size(file)
         content = json_object(file.read_bytes(), _values_bound(file))
         _check_depth(content)
         return content

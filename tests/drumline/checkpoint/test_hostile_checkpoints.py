@@ -27,6 +27,7 @@ from transformers import (
 import drumline
 from coordinator import Coordinator
 from drumline import CheckpointError
+from drumline.checkpoint import json_files
 from drumline.checkpoint.config_files import (
     _check_numbers,
     read_config,
@@ -475,7 +476,19 @@ def test_a_number_in_a_list_of_lists_is_named(llama):
 
 def test_a_large_file_that_nobody_reads_is_no_matter(llama):
     (llama / "trainer_state.json").write_text(json.dumps([[0]] * 200_000))
+    for name in ("corpus.txt", "train.json"):
+        (llama / name).touch()
+        os.truncate(llama / name, 1 << 40)
     read_all(llama)
+
+
+def test_a_description_is_counted_once(llama, monkeypatch):
+    """It was read and counted twice where it is large."""
+    counted, inner = [], json_files._check_num_values
+    monkeypatch.setattr(json_files, "_check_num_values", lambda *a: (counted.append(a), inner(*a)))
+    configured(llama, x="x" * 200_000)
+    json_files.read_json(llama / "config.json")
+    assert len(counted) == 1
 
 
 def test_a_header_of_more_tensors_than_any_model_has_is_refused_at_once(file):
