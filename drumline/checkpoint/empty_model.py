@@ -7,6 +7,7 @@ model is made empty here and filled block by block; where they compute, transfor
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def empty_model(
 
 def _description(path: str | Path) -> Path:
     """The file that says what the model of a checkpoint is."""
-    return Path(path) if Path(path).is_file() else Path(path, "config.json")
+    return Path(path) if os.path.isfile(path) else Path(path, "config.json")
 
 
 def load_shard(

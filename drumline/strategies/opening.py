@@ -6,6 +6,7 @@ print(checkpoint.kind, checkpoint.dtype, checkpoint.files.readers)
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
@@ -163,7 +164,7 @@ def _find_files(
     _, looks = run_and_share(coor, look, list, timeout_s=timings.TIMINGS.load_s)
     folder, has_files = Path(looks[0][0] or path), [has for _, has in looks]
     if looks[0][0]:  # which the others did not look into
-        has_files = coor.allgather_object(_has_files(folder, options))
+        has_files = coor.allgather_object(_has_files(folder, options, is_fetched=True))
     return folder, [rank if has else 0 for rank, has in enumerate(has_files)]
 
 
@@ -261,15 +262,20 @@ def checkpoint_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtyp
     return resolved
 
 
-def _has_files(folder: Path, options: LoadOptions) -> bool:
-    if file := gguf_path(folder, options.gguf_file):
-        weights, needed = [file], [file]
-    else:
-        weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
-        needed = [folder / "config.json"]
-    if options.adapter is not None:
-        needed.append(Path(options.adapter, ADAPTER_FILE))
-    return bool(weights) and all(file.is_file() for file in needed)
+def _has_files(folder: Path, options: LoadOptions, is_fetched: bool = False) -> bool:
+    """is_fetched: by rank 0 for its own machine; others may have a part of it, which is none."""
+    with contextlib.suppress(OSError, CheckpointError):  # of a folder that is closed to this user
+        if file := gguf_path(folder, options.gguf_file):
+            weights, needed = [file], [file]
+        else:
+            weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
+            needed = [folder / "config.json"]
+            if is_fetched:
+                read_index(folder)
+        if options.adapter is not None:
+            needed.append(Path(options.adapter, ADAPTER_FILE))
+        return bool(weights) and all(file.is_file() for file in needed)
+    return False
 
 
 def _config_of(path: str | Path, fields: Any, code: bool) -> Any:

@@ -22,6 +22,7 @@ from drumline.cli import main
 from drumline.contact.loading.hub import is_hub_id
 from drumline.errors import CheckpointError
 from drumline.planner.load_options import LoadOptions
+from drumline.strategies import opening
 from drumline.strategies.opening import open_checkpoint
 from drumline.strategies.with_model import read_generator, with_model
 
@@ -231,6 +232,17 @@ def test_a_command_looks_an_id_up_once(hub, checkpoints, tmp_path):
     launcher.launch(rank, nprocs=2, launcher="threads", timeout_s=60)
     assert hub.lookups == 1
     assert read_generator(folders[0], 8).vocab_size == 64 and hub.lookups == 1
+
+
+def test_a_part_of_a_download_is_not_read(checkpoints, tmp_path):
+    """A machine where a plan had been made had no weights, and its ranks did not get them from rank
+    0: the model was not whole."""
+    plain, _ = checkpoints.llama()
+    plain.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert opening._has_files(tmp_path, LoadOptions(), is_fetched=True)
+    next(tmp_path.glob("*.safetensors")).unlink()
+    assert not opening._has_files(tmp_path, LoadOptions(), is_fetched=True)
+    assert opening._has_files(tmp_path, LoadOptions())  # a copy that is not whole is an error
 
 
 def test_a_folder_is_opened_in_four_exchanges(checkpoints, monkeypatch):

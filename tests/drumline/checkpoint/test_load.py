@@ -11,6 +11,7 @@ import shutil
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -298,6 +299,24 @@ def test_rank_0_reads_every_tensor_once_and_the_others_nothing(checkpoints, rank
     assert [stats[rank].nbytes_read for rank in range(3)] == [total, 0, 0]
     assert sum(stats[rank].share for rank in range(3)) == total
     assert stats[0].nbytes_sent == total - stats[0].share
+
+
+def test_a_rank_that_may_not_look_into_its_folder_is_sent_its_part(
+    checkpoints, on_master, tmp_path, monkeypatch
+):
+    """The model of another user, in a folder of mode 750: a PermissionError on every rank."""
+    plain, path = checkpoints.llama()
+    closed, stat = tmp_path / "closed", Path.stat
+
+    def look(file, **options):
+        if file.is_relative_to(closed):
+            raise PermissionError(13, "Permission denied", str(file))
+        return stat(file, **options)
+
+    monkeypatch.setattr(Path, "stat", look)
+    ids = torch.tensor([[5, 6, 7]])
+    tokens = on_master(path, 2, lambda model: model.generate(ids).tolist(), elsewhere=closed)
+    assert tokens == plain.generate(ids).tolist()
 
 
 def test_files_that_only_another_rank_has_are_of_no_use(checkpoints, ranks_or_errors):
