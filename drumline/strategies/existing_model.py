@@ -6,6 +6,7 @@ model = dispatch(model, {"encoder": 0, "decoder": 1})
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ def _parts(model: nn.Module, named: Collection[str]) -> ModelProfile:
 
 def _fill(model: nn.Module, placed: DeviceMap, coor: Coordinator, path: Path) -> CheckpointFiles:
     """Read the tensors of this rank; ranks that do not see the files get them from the master."""
-    has_files = coor.allgather_object(path.exists())
+    has_files = coor.allgather_object(os.path.exists(path))
     readers = [rank if has else 0 for rank, has in enumerate(has_files)]
     files, _ = share_index(coor, path, lambda: readers)
     where = files.index, files.compared_by(coor.rank)
@@ -155,7 +156,7 @@ def _write_to_disk(model: nn.Module, name: str, folder: Path, rank: int) -> Disk
     tensors = dict(model_tensors.named_tensors(model.get_submodule(name)))
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}.rank{rank}.safetensors"
-    on_cpu = {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}
+    on_cpu = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
     safetensors_api.write_file(on_cpu, file)
     files = CheckpointFiles(file, read_index(file), [0])
     pieces = {key: whole_tensor(key, tensor.shape) for key, tensor in tensors.items()}

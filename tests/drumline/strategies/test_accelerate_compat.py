@@ -224,6 +224,19 @@ def test_modules_of_any_rank_stay_on_disk_and_are_read_when_they_run(is_stored, 
     ]
 
 
+def test_a_weight_whose_columns_lie_together_stays_on_disk_too(tmp_path):
+    """A ValueError of safetensors: "non contiguous tensor"."""
+
+    def rank():
+        with building:
+            model = three(False)
+        model.linear1.weight.data = model.linear1.weight.data.T.contiguous().T
+        with torch.no_grad(), drumline.dispatch(model, ON_DISK, offload_dir=tmp_path) as spread:
+            return spread(INPUT)
+
+    assert torch.equal(over_ranks(rank), three(False)(INPUT))
+
+
 def test_modules_that_are_to_stay_on_disk_need_a_folder():
     def rank():
         with pytest.raises(drumline.DrumlineError, match="give offload_dir="):
