@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from coordinator import Coordinator, CoordinatorError
+from coordinator import Coordinator, FailureReason, PeerLost
 from drumline.checkpoint.safetensors_index import (
     ComputedTensor,
     FileState,
@@ -48,6 +48,7 @@ MAX_LASTING_SAMPLES = 256
 BLOCK_NBYTES = 1 << 20
 DIGEST_NBYTES = 16
 LOWEST_PRIORITY = 19
+REPORTED = FailureReason.REPORTED
 SHARED_FILE_SYSTEMS = ("nfs", "nfs4", "lustre", "ceph", "beegfs", "gpfs")
 """Those whose inode numbers are the server's, the same on every host."""
 
@@ -154,6 +155,7 @@ class CopyCheck:
         self._num_readers = min(map(len, copies), default=1)
         self._is_small = nbytes <= AT_ONCE_NBYTES * self._num_readers
         self._thread: threading.Thread | None = None
+        self._cause: Exception | None = None
         self.mapped: dict[Path, FileState] = {}
 
     def compare_at_once(self) -> None:
@@ -164,7 +166,10 @@ class CopyCheck:
         if not self._is_small:
             names = names[:: -(-len(names) // (MAX_SAMPLES * self._num_readers))]
         _, parts = run_and_share(
-            self._coor, lambda: self._digests(names, self._is_small), lambda part: part
+            self._coor,
+            lambda: self._digests(names, self._is_small),
+            lambda part: part,
+            TIMINGS.load_s,
         )
         if problem := self._difference(names, dict(enumerate(parts))):
             raise CheckpointError(f"{self._coor.rank_name()}: {problem}")
@@ -181,6 +186,9 @@ class CopyCheck:
             return
         if self._thread is not None:
             self._thread.join()
+        lost = self._cause
+        if isinstance(lost, PeerLost) and {f.reason for f in lost.failures[:1]} - {REPORTED}:
+            raise lost
         if problem := self._problem or self._written_to():
             raise CheckpointError(f"{self._coor.rank_name()}: {problem}")
 
@@ -200,10 +208,8 @@ class CopyCheck:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         try:
             self._problem = self._compare_on_thread()
-        except CoordinatorError as error:  # a rank was lost
-            self._problem = str(error)
         except Exception as error:
-            self._problem = str(error)
+            self._problem, self._cause = str(error), error
             if not self._is_over.is_set():
                 self._coor.report_failure(self._coor.rank, self._problem)
 

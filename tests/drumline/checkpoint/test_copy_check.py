@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import drumline
-from coordinator import Coordinator
-from drumline import CheckpointError
+from coordinator import Coordinator, FailureReason, PeerLost, RankFailure
+from drumline import CheckpointError, timings
 from drumline.checkpoint import copy_check
 from drumline.checkpoint.copy_check import CopyCheck, PassingReader, group_by_copy
 from drumline.checkpoint.safetensors_index import read_index
@@ -121,6 +122,34 @@ def test_samples_of_large_copies_are_compared_before_loading(
     name = "model.layers.1.self_attn.q_proj.weight"
     change_byte(copies[2], name, read_index(copies[0])[name].nbytes // 2)
     assert_named(ranks_or_errors(loading(copies), NPROCS), copies, name)
+
+
+def test_ranks_may_differ_by_hours_in_reading_samples(copies, ranks, monkeypatch):
+    deadlines, inner = [], copy_check.run_and_share
+
+    def share(coor, work, summarize, timeout_s=None):
+        deadlines.append(timeout_s)
+        return inner(coor, work, summarize, timeout_s)
+
+    monkeypatch.setattr(copy_check, "run_and_share", share)
+    ranks(loading(copies), NPROCS)
+    assert deadlines == [timings.TIMINGS.load_s] * NPROCS
+
+
+def test_a_rank_that_is_lost_during_the_comparison_is_lost_and_no_wrong_checkpoint(tmp_path):
+    """A CheckpointError, so who starts anew after a loss did not."""
+    save_file({"weight": torch.ones(9)}, tmp_path / "model.safetensors")
+    lost = PeerLost("it died", [RankFailure(1, None, FailureReason.EXITED)])
+
+    def wait(*arguments, **options):
+        raise lost
+
+    calls = {"put": lambda *_: None, "wait": wait, "report_failure": lambda *_: None}
+    coor = SimpleNamespace(rank=0, rank_name=lambda: "0", is_master=lambda: True, **calls)
+    check = CopyCheck(coor, tmp_path, read_index(tmp_path), ((0,), (1,)), "a")
+    check._is_small = False
+    with pytest.raises(PeerLost, match="it died"), check:
+        pass
 
 
 @pytest.mark.parametrize("is_large", [False, True])
