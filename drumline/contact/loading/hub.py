@@ -8,6 +8,7 @@ Its cache, its token and HF_HUB_OFFLINE mean what they do everywhere.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import re
@@ -25,6 +26,7 @@ PATTERNS = (WEIGHTS, "*.json", "*.jinja", "*.model", "*.txt", "*.py")
 """What a model is made of; other formats of the same weights stay where they are."""
 COPIES = ("*/*.safetensors", "consolidated*.safetensors")
 """The same weights once more, by names that their makers' own code has: gpt-oss, Mistral."""
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 
 def is_hub_id(path: str | Path) -> bool:
@@ -115,6 +117,11 @@ def _explained(path: str | Path) -> Iterator[None]:
         yield
     except Exception as error:  # of httpx, too, for a connection that breaks
         why = textwrap.shorten(str(error), 300)
+        if isinstance(error, OSError) and error.errno in UNWRITABLE:
+            raise CheckpointError(
+                f"{path} cannot be kept in the cache of huggingface_hub ({why}); make room there, "
+                "or set HF_HOME to a folder that has it and that you may write."
+            ) from error
         raise CheckpointError(
             f"{path} is not a folder here, and the Hub does not give a model of this name "
             f"({type(error).__name__}: {why}); give the path of a folder, or an id that you may "

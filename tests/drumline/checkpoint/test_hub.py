@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import http.server
 import json
@@ -19,7 +20,7 @@ import drumline
 import launcher
 from coordinator import Coordinator
 from drumline.cli import main
-from drumline.contact.loading.hub import is_hub_id
+from drumline.contact.loading.hub import is_hub_id, local_folder
 from drumline.errors import CheckpointError
 from drumline.planner.load_options import LoadOptions
 from drumline.strategies import opening
@@ -139,6 +140,20 @@ def test_an_id_that_the_hub_does_not_have_is_one_error_on_every_rank(hub, ranks_
     for error in ranks_or_errors(rank, 2):
         assert isinstance(error, CheckpointError)
         assert "nobody/nothing is not a folder here, and the Hub does not give" in str(error)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_a_cache_that_cannot_be_written_is_named(hub, monkeypatch, number):
+    """Its model was said not to be on the Hub."""
+
+    def download(*arguments, **options):
+        raise OSError(number, os.strerror(number), "/cache/blob")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(
+        CheckpointError, match=r"cannot be kept in the cache .*/cache/blob.*HF_HOME"
+    ):
+        local_folder(ID)
 
 
 def test_commands_take_an_id(hub, capsys):
