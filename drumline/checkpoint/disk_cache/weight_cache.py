@@ -19,6 +19,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ LIMIT_NBYTES = 64 << 30
 NUM_RECOUNTS = 64
 """Files of other processes are counted again after each such part of the limit."""
 DIGEST_NBYTES = 32
+LOCK_S = 10.0
+"""A process that deletes a checkpoint, which takes moments, is waited for so long."""
 LOCK, ABOUT, UNFINISHED = "lock", "name", ".part"
 
 
@@ -103,7 +106,8 @@ class WeightCache:
         make_private(self.folder)
         lock = _lock_shared(folder)
         try:
-            (folder / ABOUT).write_bytes(name.encode(errors="backslashreplace"))
+            with contextlib.suppress(OSError):  # of a full disk, from which to read
+                (folder / ABOUT).write_bytes(name.encode(errors="backslashreplace"))
             yield CachedWeights(self, folder)
         finally:
             os.close(lock)
@@ -172,20 +176,28 @@ class CachedWeights:
 def _lock_shared(folder: Path) -> int:
     """The open lock of a checkpoint, shared with others that read and write it; makes the folder.
 
-    Where no other process has it, what a killed one left unfinished is deleted.
+    Where no other process has it, what a killed one left unfinished is deleted. Raises TimeoutError
+    where another keeps it to itself.
     """
-    while True:
+    deadline = time.monotonic() + LOCK_S
+    while time.monotonic() < deadline:
         folder.mkdir(mode=0o700, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # deleted since
+        with (
+            contextlib.suppress(FileNotFoundError, BlockingIOError),  # deleted, or being deleted
+            contextlib.ExitStack() as stack,
+        ):
             lock = _open_lock(folder, os.O_CREAT)
+            stack.callback(os.close, lock)
             if _is_free(lock) and _is_of(folder, lock):
                 for file in folder.glob(f"*{UNFINISHED}"):
                     file.unlink()
-            fcntl.flock(lock, fcntl.LOCK_SH)
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             if _is_of(folder, lock):
                 os.utime(lock)
+                stack.pop_all()
                 return lock
-            os.close(lock)
+        time.sleep(0.01)
+    raise TimeoutError(f"{folder / LOCK} is held by another process")
 
 
 def _open_lock(folder: Path, flags: int = 0) -> int:

@@ -1,6 +1,8 @@
 """Weights from another machine are kept: sent once, bounded, and never used if damaged."""
 
 import contextlib
+import errno
+import fcntl
 import itertools
 import os
 import pwd
@@ -26,6 +28,7 @@ from drumline.checkpoint.safetensors_index import TensorReader
 from drumline.checkpoint.source import CheckpointFiles
 from drumline.cli import main
 from launcher import user_cache_folder
+from tests.programs.time_limit import seconds
 
 SIZE = 160  # rows and columns of a weight: 100 KB in float32
 
@@ -393,6 +396,32 @@ def test_many_write_read_and_clear_at_once(tmp_path):
     while any(thread.is_alive() for thread in threads):
         cache.clear()
     assert wrong == []
+
+
+def test_a_lock_that_another_process_keeps_is_not_waited_for_without_end(tmp_path, monkeypatch):
+    """A process that was suspended while it deleted a checkpoint held up all loads of it."""
+    cache = WeightCache(tmp_path)
+    assert not is_kept(cache, "a")
+    monkeypatch.setattr(weight_cache, "LOCK_S", 0.05, raising=False)
+    with open(tmp_path / "a" / "lock") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        num_open = len(os.listdir("/proc/self/fd"))
+        with seconds(10), pytest.raises(TimeoutError, match="a/lock is held by another process"):
+            is_kept(cache, "a")
+        assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_what_is_kept_on_a_full_disk_is_read(tmp_path, monkeypatch):
+    """All of it was sent again, as the name could not be written."""
+    cache = WeightCache(tmp_path)
+    with cache.open("a", "") as kept:
+        kept.write("k", block())
+
+    def write_bytes(file, data):
+        raise OSError(errno.ENOSPC, "No space left on device", str(file))
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    assert is_kept(cache, "a")
 
 
 def test_a_block_that_cannot_be_read_is_said(tmp_path, caplog):
