@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -225,13 +226,16 @@ def _tied_copies(checkpoint: Checkpoint) -> list[str]:
     Only the bytes tell them from a head that was trained apart, which is kept.
     """
     index, same = checkpoint.files.index, dict[str, str]()
-    first: dict[tuple[str, tuple[int, ...]], str] = {}
+    distinct = defaultdict[tuple[str, tuple[int, ...]], list[str]](list)
     with TensorReader(checkpoint.files.path) as reader:
         for name, stored in index.items():
             if len(stored.shape) > 1 and not any(map(str.isdigit, name.split("."))):  # no layer's
-                one = first.setdefault((stored.dtype, stored.shape), name)
-                if one != name and are_equal(reader, stored, index[one]):
+                others = distinct[stored.dtype, stored.shape]
+                equal = (one for one in others if are_equal(reader, stored, index[one]))
+                if one := next(equal, None):
                     same[name] = one
+                else:
+                    others.append(name)
     if not same:
         return []
     model = build_on_meta(checkpoint.kind, checkpoint.config, checkpoint.dtype)
