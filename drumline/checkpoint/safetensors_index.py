@@ -249,14 +249,22 @@ def file_state(file: int | Path) -> FileState:
     return FileState(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
+def is_local(file: int | Path) -> bool:
+    return linux.file_system(os.stat(file).st_dev)[0] in LOCAL_FILE_SYSTEMS
+
+
+def written_files(path: Path, index: Index) -> dict[Path, FileState]:
+    """The files as they were when their headers were read here."""
+    written = {stored.file: stored.written for stored in index.values() if stored.written}
+    return {path_of(path, name): state for name, state in written.items()}
+
+
 def check_unchanged(path: Path, index: Index) -> None:
     """Raise CheckpointError if a file is not as it was when its header was read here.
 
     For files that a library reads by itself, from its own look at their headers.
     """
-    written = {stored.file: stored.written for stored in index.values() if stored.written}
-    for name, state in written.items():
-        file = path_of(path, name)
+    for file, state in written_files(path, index).items():
         if not file.exists() or file_state(file) != state:
             raise _changed(file)
 
@@ -375,7 +383,7 @@ class TensorReader:
             fd, memory = self._file(stored), None
             if file_state(fd) != self._written[stored.file]:  # perhaps shorter than its tensors
                 raise _changed(self._path_of(stored.file))
-            if linux.file_system(os.fstat(fd).st_dev)[0] in LOCAL_FILE_SYSTEMS:
+            if is_local(fd):
                 with contextlib.suppress(OSError, ValueError):  # the reader names the cause
                     memory = mmap.mmap(fd, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
             self._maps[stored.file] = memory
@@ -405,8 +413,14 @@ class TensorReader:
         name = stored.file
         if name not in self._open:
             path = self._path_of(name)
-            check_regular_file(path)
-            self._open[name] = fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                check_regular_file(path)
+                self._open[name] = fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{path} cannot be opened ({error}); see that it is there, that this user may "
+                    "read it, and that `ulimit -n` is more than the files of the checkpoint."
+                ) from error
             self._written[name] = stored.written or file_state(fd)
         return self._open[name]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import math
@@ -265,6 +266,20 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_named(file):
         reader.read(stored, box, out)
         os.truncate(file, stored.offset + 8)
         reader.read(stored, box, out)
+
+
+def test_more_files_than_a_process_may_open_are_named(file, monkeypatch):
+    """The advice was to copy the checkpoint again, or the error was of the operating system."""
+    stored = read_index(file.parent)["first"]
+
+    def full(*arguments):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(file))
+
+    monkeypatch.setattr(os, "open", full)
+    box = Region((0, 0), (3, 4))
+    for read in (TensorReader.map, TensorReader.box):
+        with pytest.raises(CheckpointError, match=r"model.* cannot be opened .*ulimit -n"):
+            read(TensorReader(file.parent), stored, box)
 
 
 @pytest.mark.parametrize("is_open", [False, True])
