@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from drumline import timings
 from drumline.checkpoint.config_files import read_generation_config
 from drumline.checkpoint.empty_model import empty_model, load_shard
 from drumline.checkpoint.json_files import MERGE_ADAPTER
-from drumline.checkpoint.safetensors_index import check_unchanged
+from drumline.checkpoint.safetensors_index import check_unchanged, is_local, written_files
 from drumline.checkpoint.source import Checkpoint, CheckpointFiles
 from drumline.checkpoint.weight_map import NotStreamable, WeightMap
 from drumline.core.consistency import check_same_on_all_ranks, model_facts, run_on_all_ranks
@@ -42,6 +43,7 @@ from drumline.stages.stage import Stage
 from drumline.stages.stage_weights import LoadedStage, fill, on_disk
 from drumline.strategies.plan_inputs import collect_plan_inputs, keep_packed
 from drumline.strategies.serve_stage import open_ring_communicators, serve_and_exit
+from launcher import linux
 
 log = logging.getLogger("drumline")
 
@@ -208,8 +210,13 @@ def _read(
         )
     places, options = {"": "meta", **device_map.of(rank)}, {"config": source.config, **rest}
     where = (checkpoint.kind, source.path, source.index, places, checkpoint.dtype)
-    model = load_shard(*where, maps=source.maps, warns=rank == 0, **options)
+    files = written_files(source.path, source.index)
+    maps = source.maps and all(map(is_local, files))
+    model = load_shard(*where, maps=maps, warns=rank == 0, **options)
     check_unchanged(source.path, source.index)
+    pages = linux.read_proc("self/maps") if maps else ""
+    mapped = {file: state for file, state in files.items() if os.path.realpath(file) in pages}
+    source.copy_checks[0].mapped.update(mapped)
     install_device_hooks(model, device_map, rank, None)
     return LoadedStage(model, device_map)
 

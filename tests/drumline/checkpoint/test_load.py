@@ -27,6 +27,7 @@ import drumline
 import launcher
 from coordinator import Coordinator
 from drumline import CheckpointError, timings
+from drumline.checkpoint import safetensors_index
 from drumline.checkpoint.empty_model import load_shard
 from drumline.checkpoint.safetensors_index import TensorReader, read_index
 from drumline.core.consistency import check_same_on_all_ranks, run_on_all_ranks
@@ -170,6 +171,11 @@ def test_a_tied_head_that_is_stored_too_is_planned_as_it_is_loaded(
         parts = sized_model(described, LoadOptions())[2]
         assert planned == nbytes == parts.nbytes == tied_nbytes + difference * head.nbytes
         assert torch.equal(stored_head, head)
+    stored = load_file(path / "model.safetensors")
+    stored |= {"a": head.clone(), "lm_head.weight": stored["model.embed_tokens.weight"].clone()}
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})  # one more of their shape
+    assert "lm_head.weight" not in describe_checkpoint(tmp_path, LoadOptions()).files.index
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
 
     whole = (tmp_path / "model.safetensors").read_bytes()
     with open(tmp_path / "model.safetensors", "wb") as file:  # as a plan has the Hub's
@@ -787,7 +793,25 @@ def test_disable_mmap_reads(checkpoints, on_master, tmp_path):
     )
 
 
-def test_a_mapped_file_that_is_written_to_is_an_error_at_the_end(checkpoints, on_master, tmp_path):
+def test_files_of_another_machine_are_not_mapped_by_transformers_either(
+    checkpoints, on_master, tmp_path, monkeypatch
+):
+    """A page that could not be had ended the process."""
+    monkeypatch.setattr(pipeline_parallel, "_build_empty", lambda *_: None)
+    shutil.copytree(checkpoints.llama()[1], tmp_path / "copy")
+    file = tmp_path / "copy" / "model.safetensors"
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors_index, "LOCAL_FILE_SYSTEMS", ())
+        assert not on_master(file.parent, 2, lambda model: is_mapped(file))
+    assert on_master(file.parent, 2, lambda model: is_mapped(file))
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["transformers", "drumline"])
+def test_a_mapped_file_that_is_written_to_is_an_error_at_the_end(
+    checkpoints, on_master, tmp_path, monkeypatch, reads
+):
+    if reads:
+        monkeypatch.setattr(pipeline_parallel, "_build_empty", lambda *_: None)
     _, path = checkpoints.llama()
     shutil.copytree(path, tmp_path / "copy")
     file = tmp_path / "copy" / "model.safetensors"
