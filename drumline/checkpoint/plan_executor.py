@@ -152,8 +152,9 @@ class PlanExecutor:
         """Fill what earlier loads have kept here; the numbers of these blocks in the plan."""
         numbers = []
         for number, block in enumerate(self.plan.transfers):
-            key = self._key(block)
-            if self.cache is None or not key or self.rank not in block.route[1:]:
+            if self.cache is None or self.rank not in block.route[1:]:
+                continue
+            if not (key := self._key(block)):
                 continue
             buffer, target = self._buffer(block, self.scratch[0]), self._target(block)
             if self.cache.read(key, _as_memory(buffer)):

@@ -261,6 +261,19 @@ def test_ranks_of_the_machine_that_has_the_files_keep_none(ranks, checkpoint):
     assert_equal(found + again)
 
 
+def test_blocks_are_named_by_who_keeps_them_alone(ranks, checkpoint, monkeypatch):
+    """Every rank made the names of all blocks."""
+    named, inner = set(), plan_executor.PlanExecutor._key
+
+    def key(executor, block):
+        named.add(executor.rank)
+        return inner(executor, block)
+
+    monkeypatch.setattr(plan_executor.PlanExecutor, "_key", key)
+    loaded(ranks, checkpoint, (2, 1))
+    assert named == {2}
+
+
 def test_a_folder_that_cannot_be_written_is_a_line_and_no_error(
     ranks, checkpoint, own_cache, caplog
 ):
