@@ -115,8 +115,17 @@ class WeightPrefetcher:
         return self.thread.submit(self._fetch, name)
 
     def _fetch(self, name: str) -> Tensors:
+        lent: Tensors = {}
+
+        def allocate(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+            lent[str(len(lent))] = tensor = self._allocate(shape, dtype)
+            return tensor
+
         with self.stream or contextlib.nullcontext():
-            return self.away[name].fetch(self._allocate, self.device)
+            tensors = self.away[name].fetch(allocate, self.device)
+        if self.device.type != "cpu":  # where they are by now
+            self._recycle(lent)
+        return tensors
 
     def _allocate(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         free = self.free_buffers[(shape, dtype)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -250,6 +251,26 @@ def test_copies_to_a_device_have_one_stream_for_torch_keeps_memory_for_each(monk
         with prefetcher.loaded(name):
             pass
     assert made == [torch.device("meta")]
+
+
+def test_memory_that_is_read_into_for_a_device_is_used_again(monkeypatch):
+    """Each layer of each token was read into new memory."""
+    monkeypatch.setattr(torch, "Stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    seen = []
+
+    def fetch(allocate, device):
+        seen.append(allocate(torch.Size([3, 3]), torch.float32))
+        return {"weight": seen[-1].to(device)}
+
+    away = {name: SimpleNamespace(fetch=fetch) for name in "01"}
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    prefetcher = WeightPrefetcher(layers, away, torch.device("meta"))
+    for name in "01" * 2:
+        with prefetcher.loaded(name):
+            pass
+    assert len(seen) >= 4 and len({id(tensor) for tensor in seen}) == 1
 
 
 def test_a_layer_called_out_of_order_is_fetched_and_what_was_coming_let_go():
