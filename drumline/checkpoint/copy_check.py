@@ -148,14 +148,14 @@ class CopyCheck:
 
     def __init__(self, coor: Coordinator, path: Path, index: Index, copies: Copies, key: str):
         self._coor, self._path, self._index, self._copies = coor, path, index, copies
-        self._key, self._problem, self._is_over = key, "", threading.Event()
+        self._key, self._is_over = key, threading.Event()
+        self._problem: str | Exception = ""
         names = index if len(copies) > 1 else ()  # those that are compared
         self._names = sorted(names, key=lambda name: (index[name].file, index[name].offset))
         nbytes = sum(stored.nbytes for stored in index.values())
         self._num_readers = min(map(len, copies), default=1)
         self._is_small = nbytes <= AT_ONCE_NBYTES * self._num_readers
         self._thread: threading.Thread | None = None
-        self._cause: Exception | None = None
         self.mapped: dict[Path, FileState] = {}
 
     def compare_at_once(self) -> None:
@@ -186,10 +186,10 @@ class CopyCheck:
             return
         if self._thread is not None:
             self._thread.join()
-        lost = self._cause
-        if isinstance(lost, PeerLost) and {f.reason for f in lost.failures[:1]} - {REPORTED}:
-            raise lost
-        if problem := self._problem or self._written_to():
+        problem = self._problem or self._written_to()
+        if isinstance(problem, PeerLost) and {f.reason for f in problem.failures[:1]} - {REPORTED}:
+            raise problem
+        if problem:
             raise CheckpointError(f"{self._coor.rank_name()}: {problem}")
 
     def _written_to(self) -> str:
@@ -209,9 +209,9 @@ class CopyCheck:
         try:
             self._problem = self._compare_on_thread()
         except Exception as error:
-            self._problem, self._cause = str(error), error
+            self._problem = error
             if not self._is_over.is_set():
-                self._coor.report_failure(self._coor.rank, self._problem)
+                self._coor.report_failure(self._coor.rank, str(error))
 
     def _compare_on_thread(self) -> str:
         """The difference, as rank 0 tells it to all; nothing if there is none."""

@@ -54,14 +54,10 @@ def check_regular_file(file: Path) -> None:
 
 
 def _check_size(file: Path) -> int:
-    """The bytes of an ordinary file. Raises CheckpointError for more than a description has."""
+    """The bytes of an ordinary file. Raises FieldError for more than a description has."""
     check_regular_file(file)
-    nbytes = file.stat().st_size
-    if nbytes > MAX_DESCRIPTION_NBYTES:
-        raise CheckpointError(
-            f"{file} has {nbytes} bytes, more than any description of a model, and would fill the "
-            "memory; copy it again."
-        )
+    if (nbytes := file.stat().st_size) > MAX_DESCRIPTION_NBYTES:
+        raise FieldError(f"{nbytes} bytes, more than any description of a model")
     return nbytes
 
 
@@ -71,15 +67,15 @@ def check_regular_files(folder: Path) -> None:
         for file in sorted(folder.glob(pattern)):
             if file.exists() and not file.is_dir():
                 check_regular_file(file)
-                bound = _values_bound(file)
-                is_opened = DESCRIPTION.fullmatch(file.name) is not None
-                if is_opened and _check_size(file) > bound.most and file.suffix == ".json":
-                    _check_file(file, bound)
+                if DESCRIPTION.fullmatch(file.name):
+                    _check_description(file)
 
 
-def _check_file(file: Path, bound: Bound) -> None:
+def _check_description(file: Path) -> None:
+    bound = _values_bound(file)
     try:
-        _check_num_values(file.read_bytes(), bound)
+        if _check_size(file) > bound.most and file.suffix == ".json":
+            _check_num_values(file.read_bytes(), bound)
     except FieldError as error:
         raise CheckpointError(
             f"{file} has {error}, and would take hours and fill the memory; copy it again."
