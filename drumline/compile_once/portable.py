@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from coordinator import torch_private
 from drumline.compile_once.device_mapping import HoistError
+from drumline.compile_once.precompile import all_tensors
 
 
 def trace_portable(build: Callable[[], fx.GraphModule], world_size: int) -> fx.GraphModule:
@@ -71,7 +73,8 @@ def _fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
 def check_no_process_groups(program: fx.GraphModule) -> None:
     """Raise HoistError if a collective of the program names a process group of the tracing rank."""
-    for node in program.graph.nodes:
+    graphs = [module.graph for module in program.modules() if isinstance(module, fx.GraphModule)]
+    for node in (node for graph in graphs for node in graph.nodes):
         schema = torch_private.schema_of(node.target)
         if schema is None or "c10d" not in schema.name:
             continue
@@ -84,16 +87,18 @@ def check_no_process_groups(program: fx.GraphModule) -> None:
 
 
 def _difference(first: fx.GraphModule, last: fx.GraphModule) -> str:
-    """The first line, or constant, in which two graphs differ; empty if they are equal."""
-    lines = zip(first.code.splitlines(), last.code.splitlines(), strict=False)
-    for line, other in lines:
+    """The first line, or tensor, in which two graphs differ; empty if they are equal."""
+    codes = [
+        [line for m in program.modules() for line in getattr(m, "code", "").splitlines()]
+        for program in (first, last)
+    ]
+    for line, other in zip_longest(*codes, fillvalue=""):
         if line != other:
             return f"{line.strip()} against {other.strip()}"
-    for name, constant in vars(first).items():
-        counterpart = vars(last).get(name)
-        if isinstance(constant, torch.Tensor) and not (
-            isinstance(counterpart, torch.Tensor) and torch.equal(constant, counterpart)
-        ):
+    counterparts = all_tensors(last)
+    for name, tensor in all_tensors(first).items():
+        twin = counterparts.get(name)
+        if twin is None or twin.dtype != tensor.dtype or not torch.equal(twin, tensor):
             return f"constant {name}"
     return ""
 

@@ -210,7 +210,7 @@ def precompile_modules(
     """
     first = modules[0]
     device = next(first.parameters()).device
-    states = [_state(module) for module in modules]
+    states = [all_tensors(module) for module in modules]
     _on_all_ranks(coor, lambda: _check_same_kind(modules, states))
     key = module_key(
         first, inputs, facts=facts or {}, dynamic=str(dynamic_shapes), options=options or {}
@@ -237,7 +237,7 @@ def module_key(module: nn.Module, inputs: tuple[Any, ...], **facts: Any) -> str:
     return fingerprint(
         *_texts(module),
         device=next(module.parameters()).device.type,
-        state=_shapes(_state(module)),
+        state=_shapes(all_tensors(module)),
         inputs=leaves,
         model=str(module),
         settings=_settings(module),
@@ -280,8 +280,10 @@ def _configuration(module: nn.Module) -> dict[str, str]:
     return {key: str(value) for key, value in fields.items() if key not in PATH_FIELDS}
 
 
-def _state(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+def all_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, by each of their names."""
+    names = (module.named_parameters, module.named_buffers)
+    return {name: tensor for kind in names for name, tensor in kind(remove_duplicate=False)}
 
 
 def _shapes(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:

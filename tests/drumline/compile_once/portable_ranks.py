@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -54,16 +55,36 @@ def without_the_mesh():
     from drumline.compile_once.portable import _fake_process_group
 
     with _fake_process_group(0, 2):
-        check_no_process_groups(traced("fake")())
+        program = traced("fake")()
+    graph = fx.Graph()
+    graph.output(graph.call_module("branch", (1,)))
+    outer = fx.GraphModule({"branch": program}, graph)
+    assert "process group" in refused(lambda: check_no_process_groups(outer))
+    check_no_process_groups(program)
 
 
 def asking_for_its_rank():
     return make_fx(lambda x: x + dist.get_rank())(torch.ones(3))
 
 
+def with_its_rank_in_a_constant():
+    own = torch.full((3,), float(dist.get_rank()))
+    return make_fx(lambda x: x + own)(torch.ones(3))
+
+
+def with_its_rank_in_a_branch():
+    wave = torch.sin if dist.get_rank() else torch.cos
+
+    def either(x):
+        return torch.cond(x.sum() > 0, lambda x: wave(x), lambda x: x - 1, (x,))
+
+    return make_fx(either, tracing_mode="symbolic")(torch.ones(3))
+
+
 if __name__ == "__main__":
     print("refused:", refused(without_the_mesh))
-    print("refused:", refused(lambda: trace_portable(asking_for_its_rank, 2)))
+    for build in (asking_for_its_rank, with_its_rank_in_a_constant, with_its_rank_in_a_branch):
+        print("refused:", refused(lambda build=build: trace_portable(build, 2)))
     program = trace_portable(traced("symbolic"), 2)
     torch.manual_seed(0)
     embed, head = torch.randn(WORDS, WIDTH), torch.randn(OUT, WIDTH)
