@@ -216,8 +216,11 @@ def _embed(
     is_plain = not ids.numel() or isinstance(ids, PackedTensor)
     if is_plain or kwargs.get("max_norm") or any(args[:1]):
         return functional.embedding(*_unpacked((ids, packed, padding_idx, *args)), **kwargs)
-    numbers, places = torch.unique(ids, return_inverse=True)
-    table = torch.cat([packed.rows(*run) for run in _runs(numbers.tolist())])
+    unique, places = torch.unique(ids, return_inverse=True)
+    numbers = unique.tolist()
+    if numbers[0] < 0 or numbers[-1] >= len(packed):
+        raise IndexError(f"the ids {numbers[0]} to {numbers[-1]} are not in 0 to {len(packed) - 1}")
+    table = torch.cat([packed.rows(*run) for run in _runs(numbers)])
     return functional.embedding(places, table)
 
 
@@ -232,6 +235,7 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 OWN_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.detach: lambda packed: packed.with_parts(packed.parts),
+    torch.Tensor.data.__get__: torch.Tensor.detach,  # type: ignore[attr-defined]
     torch.Tensor.to: _to,
     torch.Tensor.__getitem__: _take,
     torch.Tensor.__len__: lambda packed: packed.shape[0],

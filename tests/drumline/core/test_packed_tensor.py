@@ -52,6 +52,13 @@ def test_rows_that_are_looked_up_are_unpacked_alone():
     assert functional.embedding(empty, packed).shape == functional.embedding(empty, plain).shape
 
 
+@pytest.mark.parametrize("ids", [[3, 7], [-1, 0], [1 << 40]])
+def test_an_id_outside_of_the_table_is_refused(ids):
+    packed, _ = Bytes().packed(7, 5)
+    with pytest.raises(IndexError, match=r"are not in 0 to 6"):
+        functional.embedding(torch.tensor(ids), packed)
+
+
 @pytest.mark.parametrize("number", [1, -1, torch.tensor(2)])
 def test_one_matrix_of_a_stack_is_unpacked_alone(number):
     unpack = Bytes()
@@ -64,7 +71,8 @@ def test_one_matrix_of_a_stack_is_unpacked_alone(number):
 def test_no_value_is_lost_by_writing_into_a_weight():
     """The copy that an operation gets would have taken the values, and nobody would have seen."""
     packed, plain = Bytes().packed(7, 5)
-    for write in (packed.mul_, packed.copy_, lambda value: packed.__setitem__(0, value[0])):
+    writes = packed.mul_, packed.copy_, packed.data.add_, nn.Parameter(packed, False).data.add_
+    for write in (*writes, lambda value: packed.__setitem__(0, value[0])):
         with pytest.raises(RefusedUse, match="dequantize=True"):
             write(plain)
 
