@@ -57,8 +57,8 @@ def _first_difference(first: str, other: str) -> tuple[str, tuple[str, str]]:
     field, values = "", [_json_object(first), _json_object(other)]
     while all(isinstance(value, dict) for value in values) and values[0] != values[1]:
         keys = sorted({key for value in values for key in value})
-        key = next(key for key in keys if values[0].get(key) != values[1].get(key))
-        field, values = f"{field}.{key}", [value.get(key) for value in values]
+        key = next(key for key in keys if values[0].get(key, ...) != values[1].get(key, ...))
+        field, values = f"{field}.{key}", [value.get(key, "absent") for value in values]
     texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
     return field, (_excerpt(texts[0], texts[1]), _excerpt(texts[1], texts[0]))
 

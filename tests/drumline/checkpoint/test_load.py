@@ -610,6 +610,16 @@ def test_what_differs_need_not_be_json(ranks_or_errors):
     assert all("is {0: 7} on rank 0 and {0: 8}" in str(e) for e in ranks_or_errors(rank, 2))
 
 
+def test_a_field_that_one_rank_lacks_differs_from_one_that_is_null(ranks_or_errors):
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            config = '{"a": {}}' if info.rank else '{"a": {"b": null}}'
+            check_same_on_all_ranks(coor, {"config": config})
+
+    said = "config.a.b is null on rank 0 and absent on rank 1"
+    assert all(said in str(error) for error in ranks_or_errors(rank, 2))
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
