@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from communicator import Communicator
 from drumline.contact.loading.models import keep_experts_apart
@@ -115,15 +116,17 @@ def _with_lookup(module: Any, look_up: Callable[..., torch.Tensor]) -> Callable[
 
 def _embedding(module: Any, comm: Communicator) -> Callable[..., Any]:
     """Each rank looks up the ids of its shard; the others add zeros."""
-    begin, end = collectives.shard_bounds(module.num_embeddings, comm)
+    size = (int(module.num_embeddings), int(module.embedding_dim))
+    begin, end = collectives.shard_bounds(size[0], comm)
     padding = module.padding_idx  # it counts from the start of the whole table
     is_here = padding is not None and begin <= padding < end
     module.padding_idx = padding - begin if is_here else None
 
     def look_up(ids: torch.Tensor) -> torch.Tensor:
-        elsewhere = (ids < begin) | (ids >= end)
+        in_table = (ids >= 0) & (ids < size[0])  # torch refuses others, as it does on one rank
+        elsewhere = in_table & ((ids < begin) | (ids >= end))
         if begin == end:
-            vectors = module.weight.new_zeros(*ids.shape, module.embedding_dim)
+            vectors = F.embedding(ids, module.weight.new_zeros(1, 1).expand(size))
         else:
             vectors = nn.Embedding.forward(module, (ids - begin).masked_fill(elsewhere, 0))
         return reduce_from_ranks(vectors.masked_fill(elsewhere[..., None], 0), comm)

@@ -686,6 +686,22 @@ def test_what_an_embedding_makes_of_its_vectors_it_makes_of_whole_ones(ranks, st
         torch.testing.assert_close(gradient, plain[0].mark.grad)
 
 
+@pytest.mark.parametrize("style", ["embedding_rowwise", "embedding_colwise"])
+@pytest.mark.parametrize("word", [-1, 5])
+def test_an_id_outside_of_an_embedding_is_refused_by_every_rank(ranks, style, word):
+    """The vector of a word that no rank has was zeros."""
+
+    def rank(info):
+        model = nn.Sequential(nn.Embedding(5, 8))
+        with Coordinator(info, timeout_s=40) as coor, Communicator(coor) as comm:
+            drumline.parallelize(model, {"0": style}, comm)
+            with pytest.raises(IndexError):
+                model(torch.tensor([[0, 4, word]]))
+            return model(torch.tensor([[0, 4]])).shape
+
+    assert ranks(rank, 4) == [(1, 2, 8)] * 4
+
+
 def test_kinds_of_modules_that_compute_in_a_way_of_their_own_are_refused():
     model = nn.Sequential(Indexed(11, 6), type("Doubled", (nn.Linear,), {"forward": len})(6, 6))
     insert_collectives(model, {"0": "embedding_rowwise"}, FakeCommunicator(0, 2))
