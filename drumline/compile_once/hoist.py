@@ -7,6 +7,7 @@ hoist(program, {"cuda:0": f"cuda:{coor.local_rank}"})    # nothing in it names c
 from __future__ import annotations
 
 import json
+import tempfile
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -281,7 +282,7 @@ def hoist_package(
     try:
         with zipfile.ZipFile(path) as old:
             _check_package(path, old.infolist())
-            _write_package(old, out, devices)
+            _write_package(old, Path(out), devices)
     except (OSError, EOFError, UnicodeDecodeError, zipfile.BadZipFile) as error:
         raise HoistError(
             f"{path} cannot be moved to {out} ({error}), so no program is there; give a file that "
@@ -311,10 +312,11 @@ def _check_package(path: str | Path, entries: Sequence[zipfile.ZipInfo]) -> None
         )
 
 
-def _write_package(old: zipfile.ZipFile, out: str | Path, devices: DeviceMapping) -> None:
-    """Write the files of an archive with other devices; nothing is left where that fails."""
-    try:
-        with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as new:
+def _write_package(old: zipfile.ZipFile, out: Path, devices: DeviceMapping) -> None:
+    """Write the files of an archive with other devices; `out` stays as it was where that fails."""
+    with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+        file = Path(folder, out.name)
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as new:
             for entry in old.infolist():
                 data = old.read(entry)
                 if entry.filename.endswith(".json"):
@@ -322,9 +324,7 @@ def _write_package(old: zipfile.ZipFile, out: str | Path, devices: DeviceMapping
                 elif "/data/sample_inputs/" in entry.filename:
                     data = _hoist_inputs(data, devices)
                 new.writestr(entry, data)
-    except BaseException:
-        Path(out).unlink(missing_ok=True)
-        raise
+        file.replace(out)
 
 
 def _hoist_inputs(data: bytes, devices: DeviceMapping) -> bytes:

@@ -451,6 +451,19 @@ def test_a_package_is_moved_as_a_file_and_computes_the_same(tmp_path):
     assert state["embed.weight"].data_ptr() == state["head.weight"].data_ptr()
 
 
+def test_a_package_is_moved_in_its_own_place_and_stays_where_that_fails(tmp_path):
+    """The file was emptied before it was read, and removed when nothing was found in it."""
+    path = tmp_path / "a.pt2"
+    torch.export.save(torch.export.export(Tied(), (IDS,)), path)
+    hoist_package(path, path, {"cpu": "cuda:0"})
+    before = path.read_bytes()
+    with pytest.raises(HoistError, match="program spans devices"):
+        hoist_package(path, path, {"cuda:1": "cpu"}, strict=True)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    hoist_package(path, path, {"cuda:0": "cpu"})
+    assert torch.export.load(path).module()(IDS).shape == (1, 3, 7)
+
+
 def test_example_inputs_in_a_package_do_not_touch_the_device_it_was_made_on(tmp_path, monkeypatch):
     """torch.export.load puts them where they were: on GPU 0, on every rank."""
     program = torch.export.export(Tied(), (IDS,))
