@@ -257,6 +257,8 @@ class P2PEngine:
         self._pending.pop(work, None)
         if error is not None and work in self._posted:
             self._posted.remove(work)
+        elif error is not None and work.peer in self._incoming:
+            self._incoming[work.peer].abandon(work)
         self._ended.append((work, error))
 
     def _finish_ended(self) -> None:
@@ -333,7 +335,7 @@ class P2PEngine:
         self._set_buffered(arrival.src, -arrival.nbytes)
         self._confirm(arrival.src, arrival.nbytes)
         error = work.mismatch(arrival)
-        if error is None:
+        if error is None and work in self._pending:
             ctypes.memmove(work.address, data.data_ptr(), work.nbytes)
         self._end(work, error)
 
@@ -390,15 +392,18 @@ class P2PEngine:
             self._end(self._offered.pop(number))
         elif kind == DATA:
             work = self._accepted.pop((src, number))
-            incoming.expect(work, work.address, work.nbytes)
+            if work in self._pending:
+                return incoming.expect(work, work.address, work.nbytes)
+            arrival.buffer(incoming)
         elif kind == CONFIRM:
             self._unconfirmed[src] -= number
         elif kind == LEAVE:
             self._handle_leave(src, arrival.group)
-        elif arrival.group in self._closed_groups:
-            self._drop(kind, arrival, incoming)
-        else:
+        elif arrival.group not in self._closed_groups:
             self._match(kind, arrival, incoming)
+        elif kind == MESSAGE:  # it is skipped; the sender of an offer hears of the end
+            self._confirm(src, arrival.nbytes)
+            arrival.buffer(incoming)
 
     def _match(self, kind: int, arrival: Arrival, incoming: Incoming) -> None:
         """Find the receive for a message or an offer, or keep it."""
@@ -416,12 +421,6 @@ class P2PEngine:
             arrival.work = work
             arrival.buffer(incoming)
             self._set_buffered(arrival.src, arrival.nbytes)
-
-    def _drop(self, kind: int, arrival: Arrival, incoming: Incoming) -> None:
-        """Skip a message for a group that was closed here; its sender is notified."""
-        if kind == MESSAGE:
-            self._confirm(arrival.src, arrival.nbytes)
-            arrival.buffer(incoming)
 
     def _set_buffered(self, peer: int, nbytes: int) -> None:
         """Count bytes that are buffered; of a peer with too many nothing more is read."""

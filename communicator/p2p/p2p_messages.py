@@ -220,6 +220,12 @@ class Incoming:
     def expect(self, target: P2PWork | Arrival, address: int, nbytes: int) -> None:
         self.target, self.address, self.left = target, address, nbytes
 
+    def abandon(self, work: P2PWork) -> None:
+        """Let what is still to come of a receive that has failed miss its tensor."""
+        if self.target is work:
+            self._rest = torch.empty(self.left, dtype=torch.uint8)
+            self.address = self._rest.data_ptr()
+
 
 def message(
     kind: int,

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from communicator import Communicator, CommunicatorError, PeerLost
 from communicator.backends.byte_streams import TcpStreams, silent_s
-from communicator.errors import DrumlineError
+from communicator.errors import CommunicatorTimeout, DrumlineError
 from communicator.p2p.p2p_engine import MAX_UNCONFIRMED_BYTES, P2PEngine
 from communicator.p2p.p2p_messages import ANY_SOURCE, MESSAGE, P2PWork, Packet, message
 from coordinator import Coordinator
@@ -299,6 +299,56 @@ def test_rest_of_a_message_is_dropped_if_its_group_was_closed_meanwhile(engines)
             work.wait()
         engine.start("recv", tensor, 1, 9).wait()
         assert engine.engine._buffered[1] == 0
+
+    engines(body)
+
+
+@pytest.mark.parametrize("first", ["receive", "message", "offer"])
+def test_tensor_whose_receive_timed_out_stays_as_it_was(engines, first):
+    is_posted, has_ended = threading.Event(), threading.Event()
+    size = MAX_UNCONFIRMED_BYTES if first == "offer" else 2
+
+    def send(engine):
+        tensor, mover = torch.ones(size), engine.engine
+        if first == "offer":
+            work = engine.start("send", tensor, 2, 7)
+            with mover._lock:  # so that it does not hear that it is accepted
+                is_posted.set()
+                assert has_ended.wait(20)
+            work.wait()
+            return
+        assert first == "message" or is_posted.wait(20)
+        work = P2PWork(mover, engine, "send", tensor, 2, 7)
+        header = message(MESSAGE, engine.number, work).prefix
+        for packet in (Packet(header, work.address, 4), Packet(b"", work.address + 4, 4)):
+            with mover._lock:
+                mover._outgoing[2].append(packet)
+                mover._write(2)
+            assert has_ended.wait(20)
+
+    def receive(engine):
+        tensor, mover = torch.zeros(size), engine.engine
+        if first != "receive":
+            wait_until(lambda: mover._arrivals, engine)
+            assert first == "message" or is_posted.wait(20)
+        work = engine.start("recv", tensor, 1, 7)
+        is_posted.set()
+        if first == "receive":
+            wait_until(lambda: tensor[0] == 1, engine)
+        engine.timeout_s = 0.2
+        with pytest.raises(CommunicatorTimeout):
+            work.wait()
+        engine.timeout_s = 20.0
+        has_ended.set()
+        engine.start("recv", torch.ones(1), 1, 9).wait()
+        assert tensor[1] == 0
+
+    def body(engine):
+        if engine.rank == 1:
+            send(engine)
+            engine.start("send", torch.ones(1), 2, 9).wait()
+        elif engine.rank == 2:
+            receive(engine)
 
     engines(body)
 
