@@ -131,9 +131,9 @@ class SequenceParallel:
             if self.full_shape is None or x.dim() != 3 or x.shape[:2] != self.full_shape[:2]:
                 return plain(x)  # type: ignore[no-any-return]
             y = collectives.reduce_scatter_tokens(F.linear(x, module.weight), self.comm)
-            return (
-                y if module.bias is None else y + collectives.copy_to_ranks(module.bias, self.comm)
-            )
+            if module.bias is None:
+                return y
+            return y + collectives.copy_to_ranks(module.bias, self.comm).to(y.dtype)
 
         module.forward = forward
 

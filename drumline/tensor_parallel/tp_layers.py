@@ -65,7 +65,7 @@ def _row(module: Any, comm: Communicator) -> Callable[..., Any]:
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         y = reduce_from_ranks(linear(x, module.weight), comm)
-        return y if module.bias is None else y + module.bias
+        return y if module.bias is None else y + module.bias.to(y.dtype)
 
     return forward
 
@@ -236,7 +236,6 @@ _FORWARDS: dict[str, Callable[[Any, Communicator], Callable[..., Any]]] = {
     "embedding_colwise": _embedding_columns,
     "all_reduce": _reduced_output,
     "moe_identity_expert": _identity_expert,
-    tp_plan.SEQUENCE_PARALLEL: _sequence_parallel,
     "moe_tp_experts": _sharded_experts,
     "ep_dispatch_experts": _expert_parallel,
     "replicated_with_grad_allreduce": collectives.with_reduced_gradients,

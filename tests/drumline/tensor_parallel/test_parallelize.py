@@ -462,6 +462,21 @@ def test_gradients_of_partitioned_tokens_equal_those_of_one_process(ranks, famil
         torch.testing.assert_close(joined, parameter.grad, rtol=1e-3, atol=1e-5, msg=key)
 
 
+def test_partitioned_tokens_have_the_dtype_of_autocast(ranks, family):
+    _, path = family("llama with biases")
+
+    def work(model):
+        seen = []
+        row = model.model.layers[0].self_attn.o_proj
+        row.register_forward_hook(lambda _, args, y: seen.append((y.dtype, y.shape[1])))
+        with torch.autocast("cpu", torch.bfloat16):
+            logits(model)
+        return seen
+
+    found = on_ranks(ranks, path, 2, work, tp=2, tp_plan="sequence")
+    assert found == [[(torch.bfloat16, 5)]] * 2
+
+
 def test_partitioned_tokens_are_gathered_before_columns_and_scattered_behind_rows(
     ranks, family, counts
 ):
@@ -642,6 +657,8 @@ def test_any_module_can_be_sharded_by_a_plan_of_ones_own(ranks):
                 setattr(getattr(model, owner), last, nn.Parameter(part))
             insert_collectives(model, styles, comm)
             with torch.no_grad():
+                with torch.autocast("cpu", torch.bfloat16):
+                    assert model(x).dtype == torch.bfloat16, "as on one rank, whatever the bias is"
                 return model(x)
 
     for found in ranks(rank, 3):
