@@ -76,16 +76,20 @@ class _SampleOnFirstRank(torch_private.DispatchMode):  # type: ignore[no-untyped
         ]
         data = self.monitor.broadcast(b"")
         if not data:
-            raise DrumlineError(
-                f"rank {self.monitor.coor.rank}: sampling failed on the first rank, so no "
-                "rank has a token; the error of that rank says why."
-            )
+            raise _failed_on_first_rank("sampling", self.monitor)
         tensors = safetensors_api.from_bytes(data)
         where = inputs[0].device if inputs else torch.device("cpu")
         values = [tensors[str(n)].to(where) for n in range(len(tensors))]
         if torch_private.schema_of(func).is_mutable:
             return args[0].copy_(values[0])
         return values[0] if len(values) == 1 else tuple(values)
+
+
+def _failed_on_first_rank(what: str, monitor: GroupMonitor) -> DrumlineError:
+    return DrumlineError(
+        f"rank {monitor.coor.rank}: {what} failed on the first rank, so no rank has a token; the "
+        "error of that rank says why."
+    )
 
 
 def _is_random(func: Any) -> bool:
@@ -107,10 +111,16 @@ class _StopOnFirstRank(Criterion):  # type: ignore[misc]
         self.plain, self.monitor = plain, monitor
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        own_decision = torch.as_tensor(self.plain(input_ids, scores, **kwargs), dtype=torch.bool)
-        first_decision = self.monitor.broadcast(own_decision.cpu().numpy().tobytes())
-        first = torch.frombuffer(bytearray(first_decision), dtype=torch.bool)
-        return first.view(own_decision.shape).to(input_ids.device)
+        try:
+            own = torch.as_tensor(self.plain(input_ids, scores, **kwargs), dtype=torch.bool)
+        except Exception:
+            self.monitor.broadcast(b"")  # the others wait for it
+            raise
+        decision = self.monitor.broadcast(own.cpu().numpy().tobytes())
+        if not decision:
+            raise _failed_on_first_rank("a stopping criterion", self.monitor)
+        first = torch.frombuffer(bytearray(decision), dtype=torch.bool)
+        return first.view(own.shape).to(input_ids.device)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain, name)

@@ -179,6 +179,30 @@ def test_ranks_stop_when_the_first_one_says_so(ranks, family):
     assert len(heard) == 7, "the prompt, each word as it was said, and the end"
 
 
+class Fails(transformers.StoppingCriteria):
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if self.rank == 0:
+            raise ValueError("the user's own")
+        return False
+
+
+def test_a_criterion_that_fails_on_the_first_rank_ends_the_others(ranks, family):
+    _, path = family("llama")
+
+    def work(model):
+        ends = transformers.StoppingCriteriaList([Fails(model._monitor.coor.rank)])
+        with pytest.raises((ValueError, drumline.DrumlineError)) as caught:
+            model.generate(IDS[:1], stopping_criteria=ends, do_sample=False)
+        return str(caught.value)
+
+    first, other = on_ranks(ranks, path, 2, work, tp=2)
+    assert first == "the user's own"
+    assert "rank 1: a stopping criterion failed on the first rank" in other
+
+
 class Heard(transformers.generation.BaseStreamer):
     def __init__(self, heard):
         self.heard = heard
