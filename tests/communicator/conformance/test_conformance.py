@@ -7,6 +7,7 @@ from communicator import Backend, Communicator, Unsupported, conformance
 from communicator.backends.gloo import Gloo
 from communicator.backends.plugin import LibraryCalls
 from communicator.backends.shm import Shm
+from communicator.conformance.test_data import ReferenceData
 from coordinator import Coordinator
 
 LARGE = 5003
@@ -364,3 +365,9 @@ def test_what_a_backend_refuses_is_unsupported_and_not_wrong(checked):
     report = checked(CannotSum8Bits, 2, "int8")
     assert report.ok and report.having("unsupported")
     assert "no reductions of 8-bit types" in str(report)
+
+
+@pytest.mark.parametrize("world_size", [2, 127, 128, 300])
+def test_sum_of_small_integers_of_many_ranks_is_in_their_range(world_size):
+    data = ReferenceData(world_size, 67, torch.int8, "sum")
+    assert data.parts.dtype == torch.int8 and int(data.total((67,)).abs().max()) <= 127
