@@ -49,7 +49,7 @@ class DeviceMapping:
             raise HoistError(f'indexless={indexless!r} is neither "explicit" nor "keep"')
         self.explicit, self.strict, self.report = indexless == "explicit", strict, report
         self.memo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.moved: dict[Any, torch.Tensor] = {}
+        self.moved: dict[Any, torch.UntypedStorage] = {}
         self.inside: set[int] = set()
 
     def device(self, device: torch.device, kind: str, where: str) -> torch.device:
@@ -120,14 +120,24 @@ class DeviceMapping:
         """Move a tensor; two that share memory share memory afterwards."""
         if isinstance(torch_private.unwrapped(tensor), torch_private.FakeTensor):
             return _fake_like(tensor, device)
-        memory = (tensor.untyped_storage(), tensor.storage_offset(), tensor.dtype)
-        key = (*memory, tensor.shape, tensor.stride())
-        if key not in self.moved:
-            self.moved[key] = tensor.detach().to(device)
-        data = self.moved[key].detach()
+        data = self._view(tensor, device)
         if isinstance(tensor, torch.nn.Parameter):
             return torch.nn.Parameter(data, requires_grad=tensor.requires_grad)
         return data.requires_grad_(tensor.requires_grad)
+
+    def _view(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The tensor over its memory's place on a device, to which that moves as a whole."""
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        if not is_plain or tensor.is_conj() or tensor.is_neg():
+            return tensor.detach().to(device)
+        memory = tensor.untyped_storage()
+        if memory not in self.moved:
+            whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+            self.moved[memory] = whole.to(device).untyped_storage()
+        view = torch.empty(0, dtype=tensor.dtype, device=device)
+        return view.set_(
+            self.moved[memory], tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
 
     def value(self, value: Any, kind: str, where: str) -> Any:
         """Move the tensors and devices in nested containers; leave everything else."""

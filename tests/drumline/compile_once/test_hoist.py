@@ -406,6 +406,25 @@ def test_tensors_over_the_same_memory_are_so_afterwards():
     assert [p.requires_grad for p in (module.one, module.two)] == [True, False]
 
 
+def test_views_of_a_tensor_are_so_afterwards():
+    """Each had become a tensor of its own, so that a write to one was not seen in the other."""
+    whole = torch.arange(12.0).view(3, 4)
+    views = {
+        "part": whole[1:, 1:3],
+        "turned": nn.Parameter(whole.t()),
+        "ints": whole.view(torch.int32),
+    }
+    module = fx.GraphModule(nn.Module(), fx.Graph())
+    for name, view in {"whole": whole, **views}.items():
+        setattr(module, name, view)
+    hoist(module, {"cpu": "meta"}, inputs=())
+    for name, view in views.items():
+        moved = getattr(module, name)
+        assert moved.untyped_storage()._cdata == module.whole.untyped_storage()._cdata
+        assert (moved.dtype, moved.shape, moved.stride()) == (view.dtype, view.shape, view.stride())
+        assert moved.is_meta and moved.storage_offset() == view.storage_offset()
+
+
 def test_a_half_hoisted_graph_is_refused():
     """A literal that was overlooked, put back by hand."""
 
