@@ -18,6 +18,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from drumline import timings
 from drumline.errors import DrumlineError
 from launcher import make_private, user_cache_folder
 
@@ -52,7 +53,8 @@ class ArtifactCache:
         """Hold a lock, as one process of the node; the kernel frees it if that process dies."""
         path = self.folder / f"{key}.lock"
         with self._errors_named():
-            held = FileLock(path, thread_local=False, is_singleton=False).acquire()
+            lock = FileLock(path, timings.TIMINGS.load_s, thread_local=False, is_singleton=False)
+            held = lock.acquire()
         with held:
             yield
 
@@ -72,13 +74,15 @@ class ArtifactCache:
         self._write(self._mac_path(key), self._mac(key, data).encode())
 
     def _write(self, path: Path, data: bytes) -> None:
-        with self._errors_named():
-            handle, name = tempfile.mkstemp(dir=self.folder)
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(handle)
-            os.replace(name, path)
+        with (
+            self._errors_named(),
+            tempfile.TemporaryDirectory(dir=self.folder) as folder,
+            Path(folder, path.name).open("wb") as file,
+        ):
+            file.write(data)
+            file.flush()
+            os.fsync(file)
+            os.replace(file.name, path)
 
     @contextlib.contextmanager
     def _errors_named(self) -> Iterator[None]:
@@ -100,7 +104,7 @@ class ArtifactCache:
 
     def _secret(self) -> bytes:
         path = self.folder / "secret"
-        with self.lock("secret"):
+        with self.lock("secret~"):  # which is no key
             if not path.exists() or path.stat().st_size != SECRET_NBYTES:  # cut short by a crash
                 self._write(path, secrets.token_bytes(SECRET_NBYTES))
         return path.read_bytes()

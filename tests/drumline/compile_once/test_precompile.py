@@ -6,6 +6,7 @@ import stat
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -159,7 +160,7 @@ def test_an_artifact_that_is_just_being_replaced_is_not_removed(tmp_path):
     assert cache.load("key") == b"new"
 
 
-@pytest.mark.parametrize("name", ["key.artifact", "key.seal", "secret", "secret.lock"])
+@pytest.mark.parametrize("name", ["key.artifact", "key.seal", "secret", "secret~.lock"])
 def test_what_lies_in_place_of_a_file_of_the_cache_is_named(tmp_path, name):
     """The error was an IsADirectoryError, of which nothing said what to do."""
     cache = ArtifactCache(tmp_path / "c")
@@ -174,6 +175,31 @@ def test_what_lies_in_place_of_a_file_of_the_cache_is_named(tmp_path, name):
         pass
     with pytest.raises(BuildError, match="Or give a folder of your own"):
         ArtifactCache(__file__)
+
+
+def test_a_write_that_fails_leaves_no_file(tmp_path, monkeypatch):
+    cache = ArtifactCache(tmp_path / "c")
+    cache.store("key", b"data")
+    before = sorted(cache.folder.iterdir())
+
+    def full(file):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(BuildError, match="No space left"):
+        cache.store("other", b"data")
+    assert sorted(cache.folder.iterdir()) == before
+
+
+def test_a_lock_that_is_never_free_ends_at_the_deadline(tmp_path, monkeypatch):
+    """An artifact by the name of the secret waited for its own lock."""
+    monkeypatch.setattr(timings, "TIMINGS", replace(timings.TIMINGS, load_s=0.2))
+    cache = ArtifactCache(tmp_path / "c")
+    with cache.lock("secret"):
+        cache.store("secret", b"data")
+        with pytest.raises(BuildError, match="cannot be used"), cache.lock("secret"):
+            pass
+    assert cache.load("secret") == b"data"
 
 
 @pytest.mark.parametrize("key", ["../outside", "a/b", ""])
