@@ -209,17 +209,16 @@ def precompile_modules(
     Raises BuildError on every rank for modules that differ in more than weights.
     """
     first = modules[0]
-    device = next(first.parameters()).device
-    states = [all_tensors(module) for module in modules]
-    _on_all_ranks(coor, lambda: _check_same_kind(modules, states))
-    key = module_key(
-        first, inputs, facts=facts or {}, dynamic=str(dynamic_shapes), options=options or {}
+    more = {"facts": facts or {}, "dynamic": str(dynamic_shapes), "options": options or {}}
+    states, key = _on_all_ranks(
+        coor, lambda: (_states_of_one_kind(modules), module_key(first, inputs, **more))
     )
 
     def build() -> bytes:
         return compile_weightless(first, inputs, dynamic_shapes, options)
 
     path = get_or_build(key, build, coor, folder=folder)
+    device = _device_of(first, inputs)
     runs = _on_all_ranks(coor, lambda: [load_compiled(path, s, device) for s in states])
     _on_all_ranks(coor, lambda: _compare_outputs(runs, modules, inputs))
     return runs
@@ -236,7 +235,7 @@ def module_key(module: nn.Module, inputs: tuple[Any, ...], **facts: Any) -> str:
     ]
     return fingerprint(
         *_texts(module),
-        device=next(module.parameters()).device.type,
+        device=_device_of(module, inputs).type,
         state=_shapes(all_tensors(module)),
         inputs=leaves,
         model=str(module),
@@ -245,6 +244,12 @@ def module_key(module: nn.Module, inputs: tuple[Any, ...], **facts: Any) -> str:
         precision=[torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")],
         **facts,
     )
+
+
+def _device_of(module: nn.Module, inputs: tuple[Any, ...]) -> torch.device:
+    """The device of its weights, or of its inputs if it has none."""
+    tensors = [*all_tensors(module).values(), *torch_private.tree_leaves(inputs)]
+    return next((x.device for x in tensors if isinstance(x, torch.Tensor)), torch.device("cpu"))
 
 
 def _texts(module: nn.Module) -> list[Any]:
@@ -290,9 +295,9 @@ def _shapes(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {name: [list(t.shape), str(t.dtype)] for name, t in sorted(state.items())}
 
 
-def _check_same_kind(
-    modules: Sequence[nn.Module], states: Sequence[Mapping[str, torch.Tensor]]
-) -> None:
+def _states_of_one_kind(modules: Sequence[nn.Module]) -> list[dict[str, torch.Tensor]]:
+    """The tensors of each; raise BuildError unless the modules differ in the values alone."""
+    states = [all_tensors(module) for module in modules]
     for number, (module, state) in enumerate(zip(modules, states, strict=True)):
         same = type(module) is type(modules[0]) and str(module) == str(modules[0])
         if not same or _shapes(state) != _shapes(states[0]):
@@ -300,6 +305,7 @@ def _check_same_kind(
                 f"module {number} differs from the first in class, text or shapes, so the code of "
                 "one would be wrong for the other; compile each kind separately."
             )
+    return states
 
 
 def compile_weightless(
@@ -334,9 +340,23 @@ def _compare_outputs(
     runs: Sequence[Callable[..., Any]], modules: Sequence[nn.Module], inputs: tuple[Any, ...]
 ) -> None:
     """Raise AssertionError unless every compiled function computes what its module does."""
-    with torch.no_grad():
-        for run, module in zip(runs, modules, strict=True):
-            torch.testing.assert_close(run(*inputs), module(*inputs), rtol=1e-3, atol=1e-3)
+    for run, module in zip(runs, modules, strict=True):
+        with torch.no_grad():
+            results = [torch_private.tree_leaves(call(*inputs)) for call in (run, module)]
+        for result, expected in zip(*results, strict=True):
+            rtol, atol = _tolerances(expected)
+            torch.testing.assert_close(result, expected, rtol=rtol, atol=atol)
+
+
+def _tolerances(x: Any) -> tuple[float, float]:
+    """Some roundings of its dtype: of each number, and of the largest, whose terms may cancel.
+
+    But never less than a thousandth."""
+    if not (isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel()):
+        return 1e-3, 1e-3
+    step = 4 * torch.finfo(x.dtype).eps
+    largest = float(x.double().nan_to_num(0, 0, 0).abs().max())
+    return max(1e-3, step), max(1e-3, step * largest)
 
 
 def assert_identical_on_ranks(coor: Coordinator, value: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ from drumline import (
     timings,
 )
 from drumline.compile_once.artifact_cache import ArtifactCache
-from drumline.compile_once.precompile import _texts, module_key
+from drumline.compile_once.precompile import _compare_outputs, _texts, module_key
 
 HERE = Path(__file__).parent
 X = torch.ones(2, 3).t().contiguous()
@@ -350,6 +350,42 @@ def test_modules_that_differ_are_not_compiled_as_one(ranks_or_errors):
 
     for error in ranks_or_errors(rank, 2):
         assert isinstance(error, BuildError) and "module 2 differs from the first" in str(error)
+
+
+def test_a_module_whose_text_is_unknown_is_refused_on_every_rank(ranks_or_errors):
+    """As of a cell of a notebook. The other ranks waited for one that had raised."""
+    unknown = type("Unknown", (nn.Linear,), {"__module__": "cell"})
+
+    def rank(info):
+        modules = [(unknown if info.rank else nn.Linear)(2, 2)]
+        with Coordinator(info, timeout_s=20) as coor:
+            precompile_modules(modules, (torch.ones(1, 2),), coor)
+
+    for error in ranks_or_errors(rank, 2):
+        assert isinstance(error, BuildError) and "built-in class" in str(error)
+
+
+def test_a_module_without_weights_is_where_its_inputs_are():
+    assert module_key(Inner(), (X,)) != module_key(Inner(), (X.to("meta"),))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "is_close"),
+    [(torch.bfloat16, 2, True), (torch.bfloat16, 9, False), (torch.float32, 2, False)],
+)
+def test_what_is_compiled_may_differ_by_roundings_of_its_dtype(dtype, error, is_close):
+    """Of numbers up to 128, one that is small because large ones cancelled."""
+    expected = torch.tensor([128, 0.5, -torch.inf], dtype=dtype)
+    found = expected + torch.tensor([0, error, 0], dtype=dtype)
+
+    def compare():
+        _compare_outputs([lambda x: {"a": (found, 1)}], [lambda x: {"a": (expected, 1)}], (X,))
+
+    if is_close:
+        compare()
+    else:
+        with pytest.raises(AssertionError, match="not close"):
+            compare()
 
 
 def test_a_model_compiled_once_runs_everywhere_with_each_ranks_weights_and_no_compiler(
