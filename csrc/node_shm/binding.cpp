@@ -195,8 +195,8 @@ PyObject* segment_exchange(PyObject* object, PyObject* const* args, Py_ssize_t n
     double timeout_s = PyFloat_AsDouble(args[7]);
     bool reads = PyObject_IsTrue(args[5]) == 1, is_scattered = PyObject_IsTrue(args[6]) == 1;
     if (PyErr_Occurred()) return nullptr;
-    if (self->segment->has_failed() && !self->segment->was_in(call.number)) Py_RETURN_NONE;
     forget(self->pending);
+    if (self->segment->has_failed() && !self->segment->was_in(call.number)) Py_RETURN_NONE;
     Py_INCREF(args[4]);
     self->pending->data = args[4];
     self->pending->reads = reads;

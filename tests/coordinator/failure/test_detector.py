@@ -14,6 +14,7 @@ from coordinator import (
     FailureReason,
     PeerLost,
     RankFailure,
+    _node_shm,
 )
 
 LIMIT_S = 30.0
@@ -366,3 +367,17 @@ def test_a_lost_peer_is_data(fork, layout):
         rank, of_launch, reason, call = outcome.value
         assert (rank, of_launch, reason) == (2, 2, "exited"), outcome
         assert call.startswith("barrier #1 (test_detector.py:") or layout == "two nodes", outcome
+
+
+def test_call_that_was_interrupted_gives_no_result_to_the_next_of_a_failed_group():
+    file = _node_shm.create(2)
+    segments = [_node_shm.NodeSegment(file, 2, rank, False) for rank in range(2)]
+    os.close(file)
+
+    def call(rank, number):
+        return segments[rank].exchange("call", number, 0, "", b"%d" % number, True, False, 0.0)
+
+    assert call(0, 1) is None
+    assert call(1, 1) == [b"1", b"1"]
+    assert segments[1].publish_failure(b"gone")
+    assert call(0, 2) is None and segments[0].resume(0.0) is None
