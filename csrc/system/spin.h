@@ -119,15 +119,9 @@ bool spin_until_deadline(const SpinPolicy& policy, int64_t deadline_ns, Ready re
     return ready();
 }
 
-// A futex(2), which may be shared between processes. Returns when woken, when `value` differs from
-// `expected`, after `timeout_ns`, or spuriously.
-inline void sleep_on(std::atomic<uint32_t>* value, uint32_t expected, int64_t timeout_ns) {
-    timespec timeout{static_cast<time_t>(timeout_ns / 1000000000),
-                     static_cast<long>(timeout_ns % 1000000000)};
-    syscall(SYS_futex, value, FUTEX_WAIT, expected, &timeout, nullptr, 0);
-}
-
-// The same, for threads of kinds: wake_kinds wakes those whose bits are in `kinds`.
+// A futex(2), which may be shared between processes, for threads of kinds: wake_kinds wakes those
+// whose bits are in `kinds`. Returns when woken, when `value` differs from `expected`, after
+// `timeout_ns`, or spuriously.
 inline void sleep_as(uint32_t kind, std::atomic<uint32_t>* value, uint32_t expected,
                      int64_t timeout_ns) {
     int64_t end_ns = now_ns() + timeout_ns;  // FUTEX_WAIT_BITSET takes a time, not a duration
@@ -139,8 +133,10 @@ inline void wake_kinds(uint32_t kinds, std::atomic<uint32_t>* value) {
     syscall(SYS_futex, value, FUTEX_WAKE_BITSET, INT_MAX, nullptr, nullptr, kinds);
 }
 
-inline void wake_all(std::atomic<uint32_t>* value) {
-    syscall(SYS_futex, value, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+inline void sleep_on(std::atomic<uint32_t>* value, uint32_t expected, int64_t timeout_ns) {
+    sleep_as(FUTEX_BITSET_MATCH_ANY, value, expected, timeout_ns);
 }
+
+inline void wake_all(std::atomic<uint32_t>* value) { wake_kinds(FUTEX_BITSET_MATCH_ANY, value); }
 
 }  // namespace shm
