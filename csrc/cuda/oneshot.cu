@@ -355,8 +355,10 @@ const char* oneshot_error_text(int code) {
 }
 
 int oneshot_create(void** arena) {
-    cudaError_t code = cudaMalloc(arena, sizeof(Arena));
-    return code == cudaSuccess ? oneshot_reset(*arena, 0) : code;
+    if (cudaError_t code = cudaMalloc(arena, sizeof(Arena))) return code;
+    int code = oneshot_reset(*arena, 0);
+    if (code != cudaSuccess) cudaFree(*arena);
+    return code;
 }
 
 int oneshot_destroy(void* arena) { return cudaFree(arena); }
@@ -394,8 +396,9 @@ int oneshot_state_create(oneshot_state** state) {
     void *words = nullptr, *words_on_device = nullptr;
     cudaError_t code = cudaHostAlloc(&words, NUM_WORDS * sizeof(uint32_t),
                                      cudaHostAllocMapped | cudaHostAllocPortable);
-    if (code == cudaSuccess) code = cudaHostGetDevicePointer(&words_on_device, words, 0);
     if (code != cudaSuccess) return code;
+    code = cudaHostGetDevicePointer(&words_on_device, words, 0);
+    if (code != cudaSuccess) return cudaFreeHost(words), code;
     *state =
         new oneshot_state{static_cast<uint32_t*>(words), static_cast<uint32_t*>(words_on_device)};
     (*state)->words[PROBLEM] = (*state)->words[ABORT] = 0;

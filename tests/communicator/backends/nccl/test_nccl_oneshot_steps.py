@@ -5,6 +5,7 @@ test_nccl_oneshot_races.py runs them under ThreadSanitizer.
 """
 
 import ctypes
+import subprocess
 import threading
 import time
 
@@ -23,6 +24,31 @@ WAYS = list(Algorithm)
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     return Kernels(str(oneshot_build.compile_kernels(tmp_path_factory.mktemp("oneshot"))))
+
+
+def test_what_cannot_be_made_leaves_no_memory(tmp_path):
+    prelude = """
+        #include <cstdio>
+        #include "oneshot_on_cpu.h"
+        static int num_freed;
+        template <class... T> cudaError_t fail(T...) { return cudaErrorInvalidValue; }
+        static cudaError_t note_free(void*) { return ++num_freed, cudaSuccess; }
+    """
+    main = """
+        int main() {
+            void* arena;
+            oneshot_state* state;
+            int codes[] = {oneshot_create(&arena), oneshot_state_create(&state)};
+            std::printf("%d %d, %d freed", codes[0], codes[1], num_freed);
+        }
+    """
+    failing = {
+        r"\bcuda(Memset|HostGetDevicePointer)\(": "fail(",
+        r"\bcudaFree(Host)?\(": "note_free(",
+    }
+    source = oneshot_build.replace(oneshot_build.source_for_cpu(), failing)
+    program = oneshot_build.compile_source(prelude + source + main, tmp_path / "failing")
+    assert subprocess.run([program], capture_output=True, text=True).stdout == "1 1, 2 freed"
 
 
 class Ranks:
