@@ -50,7 +50,8 @@ class DeferredMessages:
 class _DeferredP2P(AsyncWork):
     """A send or receive that starts when its end is asked for.
 
-    A tag is sent before the tensor, so that a receiver that expects another raises.
+    A tag is sent before the tensor, so that a receiver that expects another raises. Both have to
+    give one, or neither: sent always, it would have every receiver wait for the device.
     """
 
     def __init__(
