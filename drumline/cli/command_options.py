@@ -67,7 +67,7 @@ def at_least(low: int, high: float = math.inf, why: str = "", kind: type = int) 
 
 def _size(text: str, low: int = 0) -> str:
     from drumline.errors import PlanError
-    from drumline.planner.memory import nbytes
+    from drumline.planner.sizes import nbytes
 
     try:
         if nbytes(text) < low:

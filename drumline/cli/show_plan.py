@@ -28,8 +28,8 @@ from drumline.planner.cost_model import (
     stage_times,
 )
 from drumline.planner.load_options import LoadOptions
-from drumline.planner.memory import nbytes
 from drumline.planner.plan import plan
+from drumline.planner.sizes import nbytes
 from drumline.planner.token_memory import token_memory, with_calls, with_tokens
 from drumline.strategies.opening import describe_checkpoint
 from drumline.strategies.plan_inputs import sized_model

@@ -6,7 +6,6 @@ free_nbytes = cluster_memory(coor)     # {(0, "cuda:0"): 84906147840, (0, "cpu")
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from drumline.core.consistency import run_and_share, run_on_all_ranks
 from drumline.core.device_map import KINDS_OF_DEVICE, Place, place_of, sort_places
 from drumline.errors import PlanError
+from drumline.planner.sizes import nbytes
 from launcher import free_memory_by_limit
 
 Memory = Mapping[Any, Any] | Sequence[Any]
@@ -27,9 +27,6 @@ code that is loaded late."""
 ACCELERATOR_RESERVE_NBYTES = 768 << 20
 """Memory of a GPU that a rank's process takes beside them: CUDA's context with the code of kernels,
 and cuBLAS's workspace; 721 MiB on an H200."""
-
-SIZE = re.compile(r"\s*(\d{1,18}\.?\d{0,18})\s*([KMGTP]?)(i?)B?\s*", re.IGNORECASE)
-MAX_NBYTES = 1 << 63
 
 
 def cluster_memory(coor: Any) -> dict[Place, int]:
@@ -82,8 +79,8 @@ def share(limits: Sequence[Mapping[str, int]]) -> list[int]:
     """
     rest: dict[str, int] = {}
     for own in limits:
-        for name, nbytes in own.items():
-            rest[name] = min(nbytes, rest.get(name, nbytes))
+        for name, left in own.items():
+            rest[name] = min(left, rest.get(name, left))
     shares = [0] * len(limits)
     growing = {rank for rank, own in enumerate(limits) if own}
     while growing:
@@ -149,17 +146,6 @@ def sizes_of_ranks(
         f"{option} has {len(sizes)} sizes for {num_ranks} ranks; give one size for each rank, or "
         "one for all."
     )
-
-
-def nbytes(size: int | str) -> int:
-    """2 GiB as a number, from a number or "2GiB" (1024) or "2GB" (1000)."""
-    if isinstance(size, int) and 0 <= size < MAX_NBYTES:
-        return size
-    match = isinstance(size, str) and SIZE.fullmatch(size)
-    if not match:
-        raise PlanError(f'{size!r:.99} is not a size; write bytes or "2GiB".')
-    number, prefix, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " KMGTP".index(prefix.upper() or " "))
 
 
 def _report(coor: Any) -> dict[str, Any]:

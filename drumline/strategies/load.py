@@ -19,7 +19,8 @@ from drumline.core.device_map import Place
 from drumline.errors import short_traceback
 from drumline.model_packages import warn_of_unread
 from drumline.planner.load_options import LoadOptions
-from drumline.planner.memory import Memory, nbytes
+from drumline.planner.memory import Memory
+from drumline.planner.sizes import nbytes
 from drumline.strategies.auto import load_fastest
 from drumline.strategies.mesh_parallel import load_mesh
 from drumline.strategies.opening import checkpoint_dtype

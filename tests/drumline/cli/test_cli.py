@@ -393,6 +393,14 @@ OPTIONS = {
 }
 
 
+def test_options_are_parsed_without_transformers():
+    """`drumline plan --memory 1GiB` ended with a traceback in an engine's environment."""
+    program = "import sys; sys.modules['transformers'] = None; from drumline.cli import parser; "
+    words = ["plan", "--model", ".", "--memory", "1GiB", "--bandwidth", "20GB"]
+    command = [sys.executable, "-c", f"{program} parser().parse_args({words!r})"]
+    subprocess.run(command, check=True, timeout=60)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_options_are_few(name):
     (commands,) = (action for action in parser()._actions if action.choices)

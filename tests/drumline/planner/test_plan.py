@@ -14,8 +14,9 @@ from drumline import DeviceMap, ModelProfile, ModulePart, PlanError, plan
 from drumline.core.device_map import abbreviate_names
 from drumline.planner.cost_model import DeviceSpeed, DeviceSpeeds, PassShape, estimate
 from drumline.planner.measure import equalize_similar_devices
-from drumline.planner.memory import limit_memory, nbytes
+from drumline.planner.memory import limit_memory
 from drumline.planner.plan import SLACK, UNEVEN
+from drumline.planner.sizes import nbytes
 
 
 @st.composite
