@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from coordinator import Coordinator, FailureReason, PeerLost
+from coordinator import Coordinator, CoordinatorError, FailureReason, PeerLost
 from drumline.checkpoint.safetensors_index import (
     ComputedTensor,
     FileState,
@@ -187,7 +187,7 @@ class CopyCheck:
         if self._thread is not None:
             self._thread.join()
         problem = self._problem or self._written_to()
-        if isinstance(problem, PeerLost) and {f.reason for f in problem.failures[:1]} - {REPORTED}:
+        if isinstance(problem, PeerLost) and [f.reason for f in problem.failures[:1]] != [REPORTED]:
             raise problem
         if problem:
             raise CheckpointError(f"{self._coor.rank_name()}: {problem}")
@@ -210,7 +210,7 @@ class CopyCheck:
             self._problem = self._compare_on_thread()
         except Exception as error:
             self._problem = error
-            if not self._is_over.is_set():
+            if not isinstance(error, CoordinatorError) and not self._is_over.is_set():
                 self._coor.report_failure(self._coor.rank, str(error))
 
     def _compare_on_thread(self) -> str:

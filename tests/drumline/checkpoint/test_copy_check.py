@@ -136,20 +136,24 @@ def test_ranks_may_differ_by_hours_in_reading_samples(copies, ranks, monkeypatch
     assert deadlines == [timings.TIMINGS.load_s] * NPROCS
 
 
-def test_a_rank_that_is_lost_during_the_comparison_is_lost_and_no_wrong_checkpoint(tmp_path):
-    """A CheckpointError, so who starts anew after a loss did not."""
+@pytest.mark.parametrize("failures", [[RankFailure(1, None, FailureReason.EXITED)], []])
+def test_a_rank_that_is_lost_during_the_comparison_is_lost_and_no_wrong_checkpoint(
+    tmp_path, failures
+):
+    """A CheckpointError, so who starts anew after a loss did not; the survivor named itself."""
     save_file({"weight": torch.ones(9)}, tmp_path / "model.safetensors")
-    lost = PeerLost("it died", [RankFailure(1, None, FailureReason.EXITED)])
+    lost, reported = PeerLost("it died", failures), []
 
     def wait(*arguments, **options):
         raise lost
 
-    calls = {"put": lambda *_: None, "wait": wait, "report_failure": lambda *_: None}
+    calls = {"put": lambda *_: None, "wait": wait, "report_failure": lambda *a: reported.append(a)}
     coor = SimpleNamespace(rank=0, rank_name=lambda: "0", is_master=lambda: True, **calls)
     check = CopyCheck(coor, tmp_path, read_index(tmp_path), ((0,), (1,)), "a")
     check._is_small = False
     with pytest.raises(PeerLost, match="it died"), check:
         pass
+    assert not reported
 
 
 @pytest.mark.parametrize("is_large", [False, True])
