@@ -49,7 +49,8 @@ class DeviceMapping:
             raise HoistError(f'indexless={indexless!r} is neither "explicit" nor "keep"')
         self.explicit, self.strict, self.report = indexless == "explicit", strict, report
         self.memo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.moved: dict[Any, torch.UntypedStorage] = {}
+        self.moved: dict[Any, torch.Tensor] = {}
+        self.first: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # over each memory
         self.inside: set[int] = set()
 
     def device(self, device: torch.device, kind: str, where: str) -> torch.device:
@@ -120,24 +121,29 @@ class DeviceMapping:
         """Move a tensor; two that share memory share memory afterwards."""
         if isinstance(torch_private.unwrapped(tensor), torch_private.FakeTensor):
             return _fake_like(tensor, device)
-        data = self._view(tensor, device)
+        data = self._data(tensor, device)
         if isinstance(tensor, torch.nn.Parameter):
-            return torch.nn.Parameter(data, requires_grad=tensor.requires_grad)
-        return data.requires_grad_(tensor.requires_grad)
+            new: torch.Tensor = torch.nn.Parameter(data, requires_grad=tensor.requires_grad)
+        else:
+            new = data.requires_grad_(tensor.requires_grad)
+        self.first.setdefault(tensor.untyped_storage(), (tensor, new))
+        return new
 
-    def _view(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """The tensor over its memory's place on a device, to which that moves as a whole."""
-        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        if not is_plain or tensor.is_conj() or tensor.is_neg():
-            return tensor.detach().to(device)
+    def _data(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The tensor's values on a device; its memory moves as a whole for the second tensor."""
         memory = tensor.untyped_storage()
+        first, new = self.first.get(memory, (tensor, tensor))
+        if first is tensor or not (_is_plain(first) and _is_plain(tensor)):
+            place = tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
+            key = memory, *place, tensor.is_conj(), tensor.is_neg()
+            if key not in self.moved:
+                self.moved[key] = tensor.detach().to(device)
+            return self.moved[key].detach()
         if memory not in self.moved:
             whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
-            self.moved[memory] = whole.to(device).untyped_storage()
-        view = torch.empty(0, dtype=tensor.dtype, device=device)
-        return view.set_(
-            self.moved[memory], tensor.storage_offset(), tensor.size(), tensor.stride()
-        )
+            self.moved[memory] = whole.to(device)
+            new.data = _view_like(first, self.moved[memory])
+        return _view_like(tensor, self.moved[memory])
 
     def value(self, value: Any, kind: str, where: str) -> Any:
         """Move the tensors and devices in nested containers; leave everything else."""
@@ -182,6 +188,19 @@ def normalize_device(device: str | torch.device) -> torch.device:
     """The device as tensors report it: there is one CPU, and it has no number."""
     device = torch.device(device)
     return torch.device("cpu") if device.type == "cpu" else device
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """True if the tensor is its place in its memory, and nothing else."""
+    is_other = tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not is_other
+
+
+def _view_like(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same place in another memory."""
+    place = tensor.storage_offset(), tensor.size(), tensor.stride()
+    view = torch.empty(0, dtype=tensor.dtype, device=whole.device)
+    return view.set_(whole.untyped_storage(), *place)
 
 
 def _fake_like(fake: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -25,6 +25,7 @@ from drumline import (
     hoist,
     hoist_package,
 )
+from drumline.compile_once import device_mapping
 
 HERE = Path(__file__).parent
 CUDA = torch.device("cuda:0")
@@ -423,6 +424,26 @@ def test_views_of_a_tensor_are_so_afterwards():
         assert moved.untyped_storage()._cdata == module.whole.untyped_storage()._cdata
         assert (moved.dtype, moved.shape, moved.stride()) == (view.dtype, view.shape, view.stride())
         assert moved.is_meta and moved.storage_offset() == view.storage_offset()
+
+
+def test_what_nobody_else_has_a_view_of_moves_without_the_rest_of_its_memory():
+    """All of it moved."""
+    module = fx.GraphModule(nn.Module(), fx.Graph())
+    module.part = torch.arange(1000.0)[:10]
+    turned = torch.ones(3, dtype=torch.complex64).conj()
+    module.turned, module.again = turned, turned.detach()
+    hoist(module, {"cpu": "meta"}, inputs=())
+    assert module.part.untyped_storage().nbytes() == 40
+    assert module.turned.untyped_storage()._cdata == module.again.untyped_storage()._cdata
+
+
+def test_two_tensors_over_quantized_memory_are_so_afterwards():
+    """They ended in an internal error of torch."""
+    one = torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8)
+    devices = device_mapping.DeviceMapping({}, "explicit", False, HoistReport())
+    moved = [devices._move(tensor, torch.device("cpu")) for tensor in (one, one.detach())]
+    assert all(torch.equal(new.dequantize(), torch.ones(3)) for new in moved)
+    assert moved[0].data_ptr() == moved[1].data_ptr()
 
 
 def test_a_half_hoisted_graph_is_refused():
