@@ -223,8 +223,7 @@ class Incoming:
     def abandon(self, work: P2PWork) -> None:
         """Let what is still to come of a receive that has failed miss its tensor."""
         if self.target is work:
-            self._rest = torch.empty(self.left, dtype=torch.uint8)
-            self.address = self._rest.data_ptr()
+            Arrival(work.peer, work.tag, work.dtype, self.left, 0, 0).buffer(self)
 
 
 def message(

@@ -342,6 +342,7 @@ def test_tensor_whose_receive_timed_out_stays_as_it_was(engines, first):
         has_ended.set()
         engine.start("recv", torch.ones(1), 1, 9).wait()
         assert tensor[1] == 0
+        assert not any(map(torch.is_tensor, vars(mover._incoming[1]).values()))
 
     def body(engine):
         if engine.rank == 1:
