@@ -20,6 +20,7 @@ from drumline.checkpoint.copy_check import lasting_identity
 from drumline.checkpoint.disk_cache.weight_cache import CachedWeights, WeightCache
 from drumline.checkpoint.safetensors_index import ComputedTensor, Index, TensorReader
 from drumline.checkpoint.shard_plan import LoadPlan, Transfer
+from drumline.core.consistency import run_and_share
 from drumline.core.shards import Region
 from drumline.errors import describe_with_traceback
 
@@ -100,7 +101,12 @@ def _identity_of_files(
 ) -> str:
     """That of the files that are read for this rank, as their reader sees them. Collective."""
     reads = plan.readers[coor.rank] == coor.rank
-    identities = coor.allgather_object(lasting_identity(reader.path, index) if reads else "")
+    _, identities = run_and_share(
+        coor,
+        lambda: lasting_identity(reader.path, index) if reads else "",
+        lambda identity: identity,
+        timings.TIMINGS.load_s,
+    )
     return str(identities[plan.readers[coor.rank]])
 
 
