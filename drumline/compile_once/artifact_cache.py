@@ -79,6 +79,7 @@ class ArtifactCache:
             tempfile.TemporaryDirectory(dir=self.folder) as folder,
             Path(folder, path.name).open("wb") as file,
         ):
+            os.fchmod(file.fileno(), 0o600)
             file.write(data)
             file.flush()
             os.fsync(file)

@@ -138,6 +138,13 @@ def test_a_secret_that_was_cut_short_authenticates_nothing(tmp_path):
     assert cache.load("key") == b"data" and (cache.folder / "secret").stat().st_size == 32
 
 
+def test_a_secret_is_nobody_elses_to_read(tmp_path):
+    """It was as the umask had it."""
+    cache = ArtifactCache(tmp_path / "c")
+    cache.store("key", b"data")
+    assert {stat.S_IMODE(p.stat().st_mode) for p in cache.folder.glob("secret")} == {0o600}
+
+
 def test_a_file_that_someone_else_made_is_not_believed(tmp_path):
     """A right digest does not prove who wrote the file; the secret of another cache is not ours."""
     mine, other = ArtifactCache(tmp_path / "mine"), ArtifactCache(tmp_path / "other")
