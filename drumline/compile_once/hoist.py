@@ -285,7 +285,7 @@ def hoist_package(
             _write_package(old, Path(out), devices)
     except (OSError, EOFError, UnicodeDecodeError, zipfile.BadZipFile) as error:
         raise HoistError(
-            f"{path} cannot be moved to {out} ({error}), so no program is there; give a file that "
+            f"{path} cannot be moved to {out} ({error}), so {out} is as it was; give a file that "
             "torch.export.save has written, and a place for the other one."
         ) from error
     return report

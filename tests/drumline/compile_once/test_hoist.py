@@ -529,7 +529,7 @@ def device(text):
 
 
 PACKAGES = {
-    "cannot be moved": lambda path: path.write_bytes(b"PK\3\4 and no more"),
+    "is as it was": lambda path: path.write_bytes(b"PK\3\4 and no more"),
     "No such file": lambda path: None,
     "compressed or encrypted": lambda path: archive(
         path, [("a/weights", bytes(1 << 26))], zipfile.ZIP_DEFLATED
