@@ -6,6 +6,7 @@ that is not supported. Any other is refused by name: a response that ignored it 
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -367,7 +368,7 @@ FIELDS = TypeAdapter(dict[str, Any])
 def parse(body: bytes | bytearray) -> dict[str, Any]:
     """The fields of a request. Raises ApiError unless the body is a JSON object."""
     try:
-        return dict(FIELDS.validate_json(body))
+        return dict(FIELDS.validate_json(body.removeprefix(codecs.BOM_UTF8)))
     except ValidationError as error:  # also of half a character, or too many lists in each other
         raise _validation_error(error) from error
 

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 import launcher
 from drumline import timings
 from drumline.serving import http_server as http_server
-from drumline.serving import scheduler
+from drumline.serving import protocol, scheduler
 from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import Generation, ServingLimits
 from drumline.timings import ModelTimings
@@ -394,6 +394,11 @@ def test_an_unreadable_body_is_an_error_in_openais_form(server, body):
         urllib.request.urlopen(request, timeout=10)
     assert raised.value.code == 400
     assert json.load(raised.value)["error"]["type"] == "invalid_request_error"
+
+
+def test_a_mark_of_its_encoding_may_be_before_a_body():
+    """PowerShell writes one into files that are then sent."""
+    assert protocol.parse(b'\xef\xbb\xbf{"prompt": "5"}') == {"prompt": "5"}
 
 
 HUGE = {  # 80 kB to 4 MB: more than the server takes, in each place that takes many
