@@ -95,7 +95,7 @@ def _add_message(messages: list[dict[str, Any]], message: dict[str, Any]) -> Non
             call = {"id": block.get("id"), "type": "function", "function": function}
             own["tool_calls"].append(call)
         elif kind == "thinking":
-            own["reasoning_content"] += str(block.get("thinking", ""))
+            own["reasoning_content"] += str(block.get("thinking") or "")
         elif kind != "redacted_thinking":
             own["content"].append(_part(block))
     if any(own.values()) or len(messages) == num_before:

@@ -236,6 +236,7 @@ def test_blocks_of_messages_are_the_messages_of_a_chat():
     image = {"type": "base64", "media_type": "image/png", "data": "aGk="}
     use = {"type": "tool_use", "id": "c", "name": "count", "input": {"n": 1}}
     thinking = [{"type": "thinking", "thinking": "so", "signature": "s"}]
+    thinking.append({"type": "thinking", "thinking": None})
     thinking.append({"type": "redacted_thinking", "data": "x"})
     text = {"type": "text", "text": "now"}
     results = [{"type": "tool_result", "tool_use_id": "c", "content": "3", "is_error": True}]
