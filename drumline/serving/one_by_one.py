@@ -72,11 +72,11 @@ def generate_ahead(
     """
     num_taken = len(tokens)
 
-    def is_over(row: Sequence[int]) -> bool:
+    def is_over(row: torch.Tensor) -> bool:
         nonlocal num_taken
-        for token in row[num_taken:]:
+        for token in row[0, num_taken:].tolist():
             take(token)
-        num_taken = len(row)
+        num_taken = row.shape[1]
         return has_ended()
 
     _generate(model, Prompt(tokens), is_over, {"prompt_lookup_num_tokens": num_ahead})
@@ -103,7 +103,7 @@ def score_prompt(
 def _generate(
     model: Any,
     prompt: Prompt,
-    is_over: Callable[[list[int]], bool],
+    is_over: Callable[[torch.Tensor], bool],
     settings: Mapping[str, Any],
     **options: Any,
 ) -> None:
@@ -112,7 +112,7 @@ def _generate(
     endless = {"max_new_tokens": ENDLESS, "eos_token_id": no_token, "pad_token_id": 0}
 
     def ends(row: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return torch.tensor([is_over(row[0].tolist())], device=row.device)
+        return torch.tensor([is_over(row)], device=row.device)
 
     # What the checkpoint recommends is the server's to apply, and generate() would do it, too.
     recommended, model.generation_config = model.generation_config, generation_settings()
