@@ -150,7 +150,7 @@ class Generation:
 class Scheduler:
     """Open sequences, of which limits.max_running run at a time and the others wait.
 
-    on_loss(error): called once if nothing can run any longer. failure: that error; failures: the
+    on_loss(error): called if nothing can run any longer. failure: that error; failures: the
     ranks that failed. largest_batch: the most sequences in one step so far. num_running: those in
     steps now. pool_usage: the share of the pages that they have; all tables are looked at for it.
     device_map, peers: the places of layers, and the ranks, as JSON has them.
@@ -253,22 +253,20 @@ class Scheduler:
     def fail(self, error: PeerLost) -> None:
         """End every sequence, and all that come, with this error: nothing can run any longer."""
         self.failures += error.failures  # first, for nobody looks again after the failure
-        self.failure = self.failure or error
-        if self._end_all(error):
-            self._on_loss(error)
+        is_first, self.failure = self.failure is None, self.failure or error
+        if is_first:
+            self._on_loss(error)  # first, for it may end what _end_all() would wait for
+        self._end_all(error)
 
     def close(self) -> None:
         """End every sequence with an error."""
         self._end_all(ServerStopping("rank 0: the server is being stopped; ask another one."))
 
-    def _end_all(self, error: DrumlineError) -> bool:
-        """True unless that was done before."""
+    def _end_all(self, error: DrumlineError) -> None:
         with self._lock:
-            is_first = self._closed_by is None
             self._closed_by = self._closed_by or error
             while self._open:
                 self._open.popitem()[1].end(error)
-        return is_first
 
 
 class BatchScheduler(Scheduler):

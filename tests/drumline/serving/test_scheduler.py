@@ -97,6 +97,16 @@ def test_a_sequence_joins_at_the_next_step_and_no_token_is_computed_again(plain,
     assert first.tokens() == alone(plain, [5, 6, 7], SamplingParams(max_tokens=12))
 
 
+def test_a_loss_is_told_while_a_token_cannot_be_sent(loaded):
+    """It waited for the token, which waited for whoever was to be told."""
+    is_told = threading.Event()
+    with contextlib.closing(BatchScheduler(loaded, LIMITS, lambda _: is_told.set())) as scheduler:
+        (client,) = submit(scheduler, Client([5], ENDLESS, lambda _: is_told.wait(10)))
+        assert client.has_begun.wait(60)
+        scheduler.fail(PeerLost("rank 1 is gone"))
+        assert client.has_ended.is_set() and isinstance(client.reason, PeerLost)
+
+
 def test_a_beginning_that_is_shared_is_computed_once_also_after_its_first_sequence(plain, loaded):
     beginning = [3 + n % 50 for n in range(4 * PAGE_SIZE)]
     prompts = [[*beginning, 5 + number] for number in range(20)]
