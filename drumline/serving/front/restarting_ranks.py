@@ -74,7 +74,7 @@ class RestartingRanks:
         nodes, most, cause = list(range(self._job.nnodes)), sys.maxsize, ""
         for count in range(self._restarts + 1):
             self._scheduler.num_restarts = count
-            num_ranks = most
+            num_ranks = 0
             try:
                 limit_s = timings.TIMINGS.node_return_s if self._was_ready.done() else None
                 nodes = self._leader.gather(nodes, limit_s, self._is_closed.is_set)
@@ -97,7 +97,8 @@ class RestartingRanks:
             cause = first_line(error)
             if num_ranks < self._num_ranks and _is_too_small(error):
                 return self._too_few(num_ranks, cause)
-            most = self._next_num_ranks(num_ranks)
+            if num_ranks:  # otherwise nothing was started
+                most = self._next_num_ranks(num_ranks)
         return PeerLost(
             f"{cause}, and no restart is left of --restarts {self._restarts}; start the server "
             "again, and allow more if the reason is gone."

@@ -8,13 +8,16 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from concurrent.futures import ThreadPoolExecutor as ThreadPool
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 
 import launcher
 from drumline import timings
+from drumline.errors import PeerLost
 from drumline.serving.front.rank_launch import follow_front
 from drumline.serving.front.remote_scheduler import RemoteScheduler
 from drumline.serving.front.restarting_ranks import RankConnection, RestartingRanks, nodes_within
@@ -194,6 +197,31 @@ def test_fewer_ranks_go_on_where_not_all_come_up_until_they_are_too_few(tmp_path
             assert scheduler.num_restarts == num_restarts
             is_ready.release()
     assert len(pids) == 3 and "1 of 2 cannot hold the model: rank 0" in str(losses[0])
+
+
+def test_nodes_that_cannot_be_gathered_are_no_ranks_that_did_not_come_up(monkeypatch):
+    """Every time there was one rank less."""
+    outcomes, started = iter([True, True, False, False, True, True]), []
+
+    def gather(nodes, *_):
+        if not next(outcomes):
+            raise OSError("no descriptors are left")
+        return nodes
+
+    def serve_once(ranks, nodes, num_ranks):
+        started.append(num_ranks)
+        ranks._failed_starts += 1
+        return PeerLost("it did not come up")
+
+    monkeypatch.setattr(RestartingRanks, "_serve_once", serve_once)
+    ranks, was_ready = object.__new__(RestartingRanks), Future()
+    was_ready.set_result(None)
+    ranks._leader = SimpleNamespace(gather=gather, ranks_of_nodes=[4])
+    ranks._scheduler, ranks._job = SimpleNamespace(), SimpleNamespace(nnodes=1)
+    ranks._restarts, ranks._failed_starts = 5, 0
+    ranks._is_closed, ranks._was_ready = threading.Event(), was_ready
+    ranks._serve()
+    assert started == [4, 4, 3, 3]
 
 
 FOLLOW = """
