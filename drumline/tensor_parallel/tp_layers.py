@@ -195,7 +195,8 @@ def _expert_parallel(module: Any, comm: Communicator) -> Callable[..., Any]:
         token, choice = (~elsewhere).nonzero(as_tuple=True)
         own = (experts[token, choice] - first)[:, None]
         rows = plain(hidden[token], own, weights[token, choice][:, None])
-        rows = rows + (hidden[:0].sum() + weights[:0].sum())  # or no token would have no gradient
+        if torch.is_grad_enabled():  # or no token would have no gradient
+            rows = rows + (hidden[:0].sum() + weights[:0].sum())
         return reduce_from_ranks(
             torch.zeros_like(hidden).index_add(0, token, rows.to(hidden.dtype)), comm
         )
