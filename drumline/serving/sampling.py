@@ -136,9 +136,10 @@ class TokenSampler:
             values = torch.where(values > 0, values / penalty, values * penalty)
             logits = logits.index_copy(0, seen, values)
         if params.presence_penalty or params.frequency_penalty:
-            for token, count in self.counts.items():
-                less = params.presence_penalty + params.frequency_penalty * count
-                bias[token] = bias.get(token, 0.0) - less
+            tokens = torch.tensor([*self.counts], dtype=torch.long, device=device)
+            counts = torch.tensor([*self.counts.values()], dtype=logits.dtype, device=device)
+            less = params.presence_penalty + params.frequency_penalty * counts
+            logits = logits.index_add(0, tokens, less, alpha=-1)
         if self.counts.total() < params.min_tokens:
             bias |= dict.fromkeys(self._end_tokens, -1e30)  # by -inf, nothing could end whole JSON
         if bias:
