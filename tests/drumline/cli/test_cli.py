@@ -506,7 +506,10 @@ def test_from_pretrained_options_of_the_config_are_used(checkpoints, tmp_path, i
         (["--api-key-file", "/dev/null/key"], "cannot be read"),
         (["--api-key-file", "/dev/zero"], "File too large"),
         (["--api-key-file", "pipe"], "is empty"),
-        (["--max-length", "1000000"], "has positions for"),
+        (
+            ["--max-length", "1000000"],
+            "positions for 2048; ask for fewer, of a server by --max-length",
+        ),
     ],
 )
 def test_serve_with_impossible_options_does_not_start(
