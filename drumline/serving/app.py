@@ -59,7 +59,7 @@ Parse = Callable[[bytes | bytearray], dict[str, Any]]
 REQUEST_ID = "x-request-id"
 PRINTABLE = re.compile("[!-~]{1,200}")
 
-REPORT_S = 1.0  # between two reports
+REPORT_S, REPORT_POLLS = 1.0, 10  # between two reports, and looks at failures meanwhile
 PAGE = Path(__file__).with_name("status_page.html")
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
@@ -116,7 +116,9 @@ class Service:
             while not (has_failed or await request.is_disconnected()):
                 has_failed = self.scheduler.failure is not None
                 yield f"data: {self.status.to_json()}\n\n"
-                await asyncio.sleep(0 if has_failed else REPORT_S)
+                for _ in range(REPORT_POLLS):
+                    if self.scheduler.failure is None:
+                        await asyncio.sleep(REPORT_S / REPORT_POLLS)
 
         return StreamingResponse(reports(), media_type="text/event-stream")
 

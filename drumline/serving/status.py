@@ -77,6 +77,9 @@ class StatusReport:
         """Seconds to the first token and to the last, of the last requests."""
         columns = zip(*list(self._latencies), strict=True)
         return {
-            name: {f"p{n}": round(float(np.percentile(values, n)), 4) for n in PERCENTILES}
+            name: {
+                f"p{n}": round(float(np.percentile(values, n, method="inverted_cdf")), 4)
+                for n in PERCENTILES
+            }
             for name, values in zip(("first_token_s", "request_s"), columns, strict=False)
         }

@@ -28,6 +28,7 @@ from drumline.serving import http_server as http_server
 from drumline.serving import protocol, scheduler
 from drumline.serving.sampling import SamplingParams
 from drumline.serving.scheduler import Generation, ServingLimits
+from drumline.serving.status import StatusReport
 from drumline.timings import ModelTimings
 from tests.drumline.serving.conftest import expected, respond
 from tests.programs.chromium import Chromium
@@ -394,6 +395,32 @@ def test_an_unreadable_body_is_an_error_in_openais_form(server, body):
         urllib.request.urlopen(request, timeout=10)
     assert raised.value.code == 400
     assert json.load(raised.value)["error"]["type"] == "invalid_request_error"
+
+
+def test_the_state_is_reported_once_more_as_soon_as_a_rank_fails():
+    """It came up to a second later, when the server may have ended."""
+
+    async def is_disconnected():
+        return False
+
+    async def reports():
+        loop, ranks = asyncio.get_running_loop(), SimpleNamespace(failure=None)
+        service = SimpleNamespace(scheduler=ranks, status=SimpleNamespace(to_json=lambda: "{}"))
+        request = SimpleNamespace(is_disconnected=is_disconnected)
+        response = await app.Service.get_status(service, request)
+        loop.call_later(0.05, setattr, ranks, "failure", "rank 1 is gone")
+        began_s = loop.time()
+        return [loop.time() - began_s async for _ in response.body_iterator]
+
+    times_s = asyncio.run(reports())
+    assert len(times_s) == 2 and times_s[1] < 0.6
+
+
+def test_latencies_are_those_that_requests_had():
+    report = StatusReport(SimpleNamespace(num_new_tokens=0))
+    for seconds in (1.0, 2.0):
+        report.observe(seconds, seconds)
+    assert report._percentiles()["request_s"] == {"p50": 1.0, "p90": 2.0, "p99": 2.0}
 
 
 def test_a_mark_of_its_encoding_may_be_before_a_body():
