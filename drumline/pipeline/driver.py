@@ -42,9 +42,7 @@ class PipelineDriver:
 
     def __init__(self, ring: Ring | TpDriverRing, device: torch.device):
         self.ring, self.device, self.specs = ring, device, SpecTable()
-        self._programs: dict[
-            tuple[Any, ...], tuple[int, tuple[int, ...]]
-        ] = {}  # number, slots sent
+        self._programs: dict[tuple[Any, ...], tuple[int, tuple[int, ...]]] = {}  # number, slots
         self._program_numbers, self._cache_numbers = itertools.count(1), itertools.count(1)
         self._operations: deque[tuple[Any, ...]] = deque()
         self._send_lock, self._reply_arrived = threading.Lock(), threading.Condition()

@@ -32,9 +32,8 @@ def serve_with_restarts(restarts: int, job: launcher.Job, model_path: str, **opt
     folder = str(local_folder(model_path, source.get("revision"), source.get("gguf_file")))
     endpoint = http_server.Endpoint.open(folder, settings)
     service = endpoint.service(None)
-    own = {"model_path": folder, "max_length": endpoint.max_length}
-    own |= {"max_waiting": sys.maxsize}  # it is the front that limits it
-    job = replace(job, args=(job.node_rank, asdict(settings) | own))
+    own = {"model_path": folder, "max_length": endpoint.max_length, "max_waiting": sys.maxsize}
+    job = replace(job, args=(job.node_rank, asdict(settings) | own))  # the front has the queue
     with endpoint.listener:
         try:
             ranks = RestartingRanks(service.scheduler, job, restarts)
