@@ -17,7 +17,11 @@ from typing import Any
 
 import torch
 
-from drumline.contact.loading.configs import attention_of, generation_settings
+from drumline.contact.loading.configs import (
+    attention_of,
+    generation_settings,
+    without_recommended_settings,
+)
 from drumline.core.device_map import ModelProfile, ModulePart, Place
 from drumline.errors import DrumlineError, PeerLost, PlanError
 from drumline.kv_cache.owner import make_pool
@@ -240,7 +244,10 @@ def _greedy_logits(model: Any, prompt: list[int]) -> list[torch.Tensor]:
         output_logits=True,
         return_dict_in_generate=True,
     )
-    output = model.generate(row, attention_mask=torch.ones_like(row), generation_config=settings)
+    with without_recommended_settings(model):  # by which other tokens may be chosen
+        output = model.generate(
+            row, attention_mask=torch.ones_like(row), generation_config=settings
+        )
     return [logits[0].float() for logits in output.logits]
 
 

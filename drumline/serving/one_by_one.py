@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from drumline.contact import safetensors_api
 from drumline.contact.caches import is_cache
-from drumline.contact.loading.configs import generation_settings
+from drumline.contact.loading.configs import generation_settings, without_recommended_settings
 from drumline.serving.sampling import TokenLogprob
 
 ENDLESS = 1 << 30  # tokens, which no sequence gets
@@ -114,9 +114,7 @@ def _generate(
     def ends(row: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return torch.tensor([is_over(row)], device=row.device)
 
-    # What the checkpoint recommends is the server's to apply, and generate() would do it, too.
-    recommended, model.generation_config = model.generation_config, generation_settings()
-    try:
+    with without_recommended_settings(model):  # which are the server's to apply
         model.generate(
             row,
             attention_mask=torch.ones_like(row),
@@ -125,8 +123,6 @@ def _generate(
             **{name: _as_input(name, value, row, model.dtype) for name, value in inputs.items()},
             **options,
         )
-    finally:
-        model.generation_config = recommended
 
 
 def _as_input(

@@ -7,7 +7,7 @@ import copy
 import json
 import os
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,16 @@ def generation_settings_from_fields(fields: Mapping[str, Any]) -> Any:
 def generation_settings(**fields: Any) -> Any:
     """Generation settings by name, such as max_new_tokens, as generate() takes them."""
     return api.GenerationConfig(**fields)
+
+
+@contextlib.contextmanager
+def without_recommended_settings(model: Any) -> Iterator[None]:
+    """Let generate() use what it is given alone, and nothing that the checkpoint recommends."""
+    recommended, model.generation_config = model.generation_config, generation_settings()
+    try:
+        yield
+    finally:
+        model.generation_config = recommended
 
 
 def read_tokenizer(folder: str | Path, config: Any = None, **options: Any) -> Any:

@@ -468,6 +468,26 @@ def test_a_model_whose_pages_give_other_logits_is_refused_before_it_gives_a_text
     assert launcher.launch(rank, nprocs=2, launcher="threads", timeout_s=60)[0] == (1, 5)
 
 
+@pytest.mark.parametrize(
+    "recommended",
+    [{"repetition_penalty": 9.0}, {"num_beams": 2}, {"no_repeat_ngram_size": 1}],
+    ids=lambda recommended: next(iter(recommended)),
+)
+def test_settings_that_a_checkpoint_recommends_do_not_keep_it_from_being_batched(
+    checkpoints, on_master, recommended
+):
+    """Other tokens than the likeliest were tried in generate(), and so had other logits."""
+    kind, config = CAUSAL["llama_tied"]  # which says the last token again
+    _, path = checkpoints.make("llama_tied", kind, **config)
+
+    def work(model):
+        model.generation_config.update(**recommended)
+        model._batched_ranks.try_once()
+        assert model.generation_config.to_diff_dict().items() >= recommended.items()
+
+    on_master(path, 2, work)
+
+
 def test_a_manager_that_is_dropped_leaves_the_layers_as_they_were(llama, on_master):
     """Without a stop(), all later passes and the config kept the attention over pages."""
 
