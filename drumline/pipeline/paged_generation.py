@@ -12,6 +12,7 @@ import logging
 import threading
 import weakref
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -48,6 +49,7 @@ class PoolsOfRanks:
 
     def __init__(self, driver: PipelineDriver | None, *shape: Any):
         self.driver, self.own = driver, make_pool(*shape)
+        self.num_tokens = self.own.shape.num_tokens
         self.update = self.own.update
         self.number = 0
         if driver is not None:
@@ -78,6 +80,7 @@ class BatchedRanks:
         self._is_tried = False
         self._used_attention: str | None = None
         self._managers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._pools: weakref.WeakSet[PoolsOfRanks] = weakref.WeakSet()
         self._lock = threading.Lock()  # a thread that ends may not change what another's step uses
 
     def check_there(self) -> None:
@@ -110,7 +113,8 @@ class BatchedRanks:
             length = TRIED_TOKENS + TRIED_STEPS
             settings = {"max_requests_per_batch": 1, "page_size": TRIED_PAGE_SIZE}
             tried = tried_manager(self.model, None, length, 1, 0, **settings)
-            self.release_attention(tried)
+            tried.batch_processor = None
+            tried.release()
             self._is_tried = True
 
     def use_attention(self, manager: Any, name: str) -> None:
@@ -131,39 +135,49 @@ class BatchedRanks:
                 self._used_attention = None
 
     def make_pools(self, *shape: Any) -> PoolsOfRanks:
-        return PoolsOfRanks(self.driver, *shape)
+        pools = PoolsOfRanks(self.driver, *shape)
+        with self._lock:
+            self._pools.add(pools)
+        return pools
 
     def num_blocks(self, settings: Any, hints: Any) -> int:
-        """The blocks of the whole model for which every rank has memory, and no more than requests
-        can fill. Raises PlanError if `settings` name more."""
+        """The blocks of the whole model for which every rank has memory beside those of other
+        managers, and no more than requests can fill. Raises PlanError if `settings` name more."""
         from drumline.contact.batching import paged_batches
 
         config = self.model.config.get_text_config()
         kinds = paged_batches.kinds_of_layers(config)
-        room = {}
-        for place, nbytes in self._block_nbytes(kinds, settings.page_size).items():
+        num_layers, room = Counter(kinds), {}
+        # Of two kinds of attention each may take all blocks.
+        times = [len(kinds) / num_layers[kind] for kind in sorted(num_layers)]
+        with self._lock:
+            taken = [self._nbytes(kinds, pools.num_tokens) for pools in self._pools]
+        for place, nbytes in self._nbytes(kinds, [settings.page_size * n for n in times]).items():
             planned, free = self.model.device_map.free_for_tokens(place)
-            free = max(0, int(free * settings.max_memory_percent))
-            room[place] = int((planned + free) * getattr(hints, "share", 1) / nbytes)
+            whole = planned + max(0, int(free * settings.max_memory_percent))
+            own = whole * getattr(hints, "share", 1)
+            room[place] = int(min(own, whole - sum(each[place] for each in taken)) / nbytes)
         place, num_blocks = min(room.items(), key=lambda item: item[1], default=((0, ""), 1 << 40))
         requested = settings.num_blocks
         if num_blocks < max(requested or 1, 1):
             raise PlanError(
                 f"rank {place[0]}: {place[1]} has memory for the keys and values of {num_blocks} "
                 f"blocks of {settings.page_size} tokens, and {requested or 1} are needed; give "
-                "a smaller num_blocks or page_size, or load the model over more ranks."
+                "a smaller num_blocks or page_size, stop() other managers, or load the model over "
+                "more ranks."
             )
         if requested is not None:
             return int(requested)
         return min(num_blocks, self._max_useful(config, settings, hints) * len({*kinds}))
 
-    def _block_nbytes(self, kinds: list[int], page_size: int) -> dict[Place, float]:
-        """The bytes of a block by place with layers, as a pass without weights has them. The layer
-        that attends holds once more what it reads, so the largest layer's part is added."""
-        model, device_map, num_layers = self.model, self.model.device_map, Counter(kinds)
+    def _nbytes(self, kinds: list[int], num_tokens: Sequence[float]) -> dict[Place, float]:
+        """The bytes of that many tokens of each kind by place with layers, as a pass without
+        weights has them. The layer that attends holds once more what it reads, so the largest
+        layer's part is added."""
+        model, device_map = self.model, self.model.device_map
         modules, parts = dict(model.named_modules()), [ModulePart(n, 0) for n in device_map.places]
-        memory = token_memory(
-            model._plain_class, model.config, model.dtype, ModelProfile(tuple(parts)), 1, page_size
+        memory = token_memory(  # of one token, which the shortest window keeps
+            model._plain_class, model.config, model.dtype, ModelProfile(tuple(parts)), 1, 1
         )
         if memory.error:
             raise DrumlineError(
@@ -175,9 +189,7 @@ class BatchedRanks:
             for name, device in device_map.runs_on(rank).items():
                 numbers = cache_layers(modules[name]) if name in modules else ()
                 own = [kinds[number] for number in numbers if number < len(kinds)]
-                # Of two kinds of attention each may take all blocks.
-                times = [len(kinds) / num_layers[kind] for kind in own]
-                nbytes[rank, device] += [memory.kept[name] / len(own) * each for each in times]
+                nbytes[rank, device] += [memory.kept[name] / len(own) * num_tokens[k] for k in own]
         return {
             place: sum(layers) + max(layers)
             for place, layers in nbytes.items()

@@ -215,6 +215,7 @@ class PagedManager(Manager):  # type: ignore[misc]
         self.ranks, self._hints = ranks, hints
         self._choose, self._tokens_beside = choose, tokens_beside
         self.names_in_step: list[str] = []
+        self.tables: Any = None
         try:
             super().__init__(model=model, workload_hints=hints, **options)
         except BaseException:
@@ -338,14 +339,20 @@ class PagedManager(Manager):  # type: ignore[misc]
         keep = keep_for_next_session and self.failure is None
         super().stop(*args, keep_for_next_session=keep, **kwargs)
         if not self.is_running():  # a thread that still runs does it when it ends
-            self.ranks.release_attention(self)
+            self.release()
         self._raise_failure()
+
+    def release(self) -> None:
+        """Let the layers attend as they were loaded, and go of the pages that nothing keeps."""
+        self.ranks.release_attention(self)
+        if self.batch_processor is None and self.tables is not None:
+            self.tables.pools = self.tables = None
 
     def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:
         try:
             super()._run_generation_loop(*args, **kwargs)
         finally:
-            self.ranks.release_attention(self)
+            self.release()
 
     def _raise_failure(self) -> None:
         if self.failure is not None:
@@ -391,7 +398,7 @@ class PagedManager(Manager):  # type: ignore[misc]
         settings, model = self.continuous_batching_config, self.model
         config = model.config.get_text_config()
         settings.num_blocks = self.ranks.num_blocks(settings, self._hints)
-        settings.max_memory_percent = UNLIMITED
+        settings.max_memory_percent, percent = UNLIMITED, settings.max_memory_percent
         tables = self.tables = PagedTables(
             self.ranks.make_pools,
             self._attention in BY_SEQUENCE.values(),
@@ -401,6 +408,7 @@ class PagedManager(Manager):  # type: ignore[misc]
             dtype=model.dtype,
             model_supports_logits_to_keep=model._supports_logits_to_keep(),
         )
+        settings.max_memory_percent = percent  # which counts again where it is started again
         self._use_prefix_sharing = tables.use_prefix_sharing
         api.update_cb_config_after_cache_creation(
             settings, tables.num_blocks, tables.max_batch_tokens

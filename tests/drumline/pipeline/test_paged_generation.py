@@ -17,6 +17,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import drumline
 import launcher
+from drumline.contact.batching.batch_settings import Workload
 from drumline.errors import DrumlineError
 from drumline.kv_cache.paged_pool import _zeros
 from drumline.pipeline.paged_generation import PoolsOfRanks
@@ -433,7 +434,7 @@ def test_blocks_have_the_bytes_that_pools_take_and_a_copy_of_the_largest_layer(
 
     def work(model):
         ranks = model._batched_ranks
-        nbytes = ranks._block_nbytes([0] * model.config.num_hidden_layers, page_size)
+        nbytes = ranks._nbytes([0] * model.config.num_hidden_layers, [page_size])
         return sum(nbytes.values())
 
     cache = plain(torch.tensor([list(range(page_size))])).past_key_values
@@ -501,6 +502,46 @@ def test_a_manager_that_is_dropped_leaves_the_layers_as_they_were(llama, on_mast
         assert model.config._attn_implementation == "sdpa"
 
     on_master(llama[0], 2, work)
+
+
+def test_a_manager_that_was_stopped_keeps_no_pages_on_any_rank(llama, on_master):
+    """They stayed until the manager was dropped, and a next one had no memory beside them."""
+
+    def work(model):
+        manager = model.init_continuous_batching(GREEDY)
+        manager.start()
+        manager.add_request([5])
+        manager.get_result(timeout=30)
+        pools = weakref.ref(manager.tables.pools)
+        manager.stop()
+        assert pools() is None and not model._batched_ranks._pools
+
+    on_master(llama[0], 2, work)
+
+
+@pytest.mark.parametrize("num_managers", [1, 2, 3, 7])
+def test_managers_have_the_memory_that_others_leave_them(llama, on_master, num_managers):
+    """Each was given all of it, or its share, however many pages there were already."""
+
+    def work(model):
+        ranks, device_map = model._batched_ranks, model.device_map
+        for place in device_map.free_nbytes:
+            device_map.free_nbytes[place] = device_map.used(place) + (1 << 22)
+        sized = {"page_size": 8, "max_memory_percent": 1.0, "max_requests_per_batch": 1 << 20}
+        settings = ContinuousBatchingConfig(**sized)
+        hints = Workload(share=1 / num_managers)
+        pools, sizes = [], []
+        for _ in range(num_managers):
+            sizes.append(ranks.num_blocks(settings, hints))
+            pools.append(ranks.make_pools([0] * 4, [8 * sizes[-1]], [0], True))
+        assert {*sizes} == {sizes[0]} and sizes[0] > 100
+        more = ContinuousBatchingConfig(**sized, num_blocks=num_managers)
+        with pytest.raises(drumline.PlanError, match=r"stop\(\) other managers"):
+            ranks.num_blocks(more, None)
+        pools.clear()
+        return ranks.num_blocks(settings, hints) == sizes[0]
+
+    assert on_master(llama[0], 2, work)
 
 
 def test_results_that_came_just_before_the_end_are_given(llama, on_master):
