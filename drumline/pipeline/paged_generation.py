@@ -9,6 +9,7 @@ follow. There is no log of what a cache holds, so a pass that fails leaves nothi
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import weakref
 from collections import Counter, defaultdict
@@ -35,6 +36,9 @@ log = logging.getLogger("drumline")
 
 MAX_UNTOLD_TOKENS = 1 << 12
 """Of a request, where neither it nor the model's config says how long it can be."""
+
+NUM_TRASH_SECTORS = 2
+"""Of the tables of transformers, beside those for requests."""
 
 TRIED_TOKENS, TRIED_STEPS, TRIED_PAGE_SIZE = 12, 2, 16
 """Of a request by which it is tried whether a model can be batched over pages; one page of the
@@ -148,15 +152,18 @@ class BatchedRanks:
         config = self.model.config.get_text_config()
         kinds = paged_batches.kinds_of_layers(config)
         num_layers, room = Counter(kinds), {}
-        # Of two kinds of attention each may take all blocks.
+        # Of two kinds of attention each may take all blocks; they take whole sectors of them.
         times = [len(kinds) / num_layers[kind] for kind in sorted(num_layers)]
+        of_sector = math.lcm(*num_layers.values())  # layers' parts of a block
         with self._lock:
             taken = [self._nbytes(kinds, pools.num_tokens) for pools in self._pools]
         for place, nbytes in self._nbytes(kinds, [settings.page_size * n for n in times]).items():
             planned, free = self.model.device_map.free_for_tokens(place)
             whole = planned + max(0, int(free * settings.max_memory_percent))
             own = whole * getattr(hints, "share", 1)
-            room[place] = int(min(own, whole - sum(each[place] for each in taken)) / nbytes)
+            left = min(own, whole - sum(each[place] for each in taken))
+            num_sectors = int(left * len(kinds) / of_sector / nbytes) - NUM_TRASH_SECTORS
+            room[place] = max(0, num_sectors) * of_sector // len(kinds)
         place, num_blocks = min(room.items(), key=lambda item: item[1], default=((0, ""), 1 << 40))
         requested = settings.num_blocks
         if num_blocks < max(requested or 1, 1):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import signal
 import threading
@@ -17,9 +16,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import drumline
 import launcher
-from drumline.contact.batching.batch_settings import Workload
 from drumline.errors import DrumlineError
-from drumline.kv_cache.paged_pool import _zeros
 from drumline.pipeline.paged_generation import PoolsOfRanks
 from tests.cases import soak
 from tests.drumline.conftest import LLAMA
@@ -422,39 +419,6 @@ def test_settings_are_refused_wherever_they_are(llama, on_master, caplog):
     on_master(llama[0], 2, work)
 
 
-@pytest.mark.parametrize("family", ["llama_tied", "deepseek_v3"])
-def test_blocks_have_the_bytes_that_pools_take_and_a_copy_of_the_largest_layer(
-    checkpoints, on_master, family
-):
-    """A pool that filled all that was left had none for what each layer reads back from it; and
-    keys of DeepSeek are wider than its config's head_dim says."""
-    cls, config = CAUSAL[family]
-    plain, path = checkpoints.make(family, cls, **config)
-    page_size = 8
-
-    def work(model):
-        ranks = model._batched_ranks
-        nbytes = ranks._nbytes([0] * model.config.num_hidden_layers, [page_size])
-        return sum(nbytes.values())
-
-    cache = plain(torch.tensor([list(range(page_size))])).past_key_values
-    layers = [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
-    assert on_master(path, 2, work) == sum(layers) + 2 * max(layers)
-
-
-def test_pages_take_memory_as_they_are_written():
-    """A server of a small model filled 12 GiB with zeros before its first answer."""
-
-    def resident_nbytes():
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    before = resident_nbytes()
-    pages = _zeros(torch.empty(0, dtype=torch.bfloat16), 1 << 20, 8, 16)  # 256 MiB
-    pages[5] = 1
-    assert pages[5].eq(1).all() and not pages[6].any() and pages.dtype == torch.bfloat16
-    assert resident_nbytes() - before < 64 << 20
-
-
 def test_a_model_whose_pages_give_other_logits_is_refused_before_it_gives_a_text(checkpoints):
     """Gemma 3n reads the keys of other layers, and its texts were wrong without a word."""
     kind, config = CAUSAL["gemma3n"]
@@ -502,46 +466,6 @@ def test_a_manager_that_is_dropped_leaves_the_layers_as_they_were(llama, on_mast
         assert model.config._attn_implementation == "sdpa"
 
     on_master(llama[0], 2, work)
-
-
-def test_a_manager_that_was_stopped_keeps_no_pages_on_any_rank(llama, on_master):
-    """They stayed until the manager was dropped, and a next one had no memory beside them."""
-
-    def work(model):
-        manager = model.init_continuous_batching(GREEDY)
-        manager.start()
-        manager.add_request([5])
-        manager.get_result(timeout=30)
-        pools = weakref.ref(manager.tables.pools)
-        manager.stop()
-        assert pools() is None and not model._batched_ranks._pools
-
-    on_master(llama[0], 2, work)
-
-
-@pytest.mark.parametrize("num_managers", [1, 2, 3, 7])
-def test_managers_have_the_memory_that_others_leave_them(llama, on_master, num_managers):
-    """Each was given all of it, or its share, however many pages there were already."""
-
-    def work(model):
-        ranks, device_map = model._batched_ranks, model.device_map
-        for place in device_map.free_nbytes:
-            device_map.free_nbytes[place] = device_map.used(place) + (1 << 22)
-        sized = {"page_size": 8, "max_memory_percent": 1.0, "max_requests_per_batch": 1 << 20}
-        settings = ContinuousBatchingConfig(**sized)
-        hints = Workload(share=1 / num_managers)
-        pools, sizes = [], []
-        for _ in range(num_managers):
-            sizes.append(ranks.num_blocks(settings, hints))
-            pools.append(ranks.make_pools([0] * 4, [8 * sizes[-1]], [0], True))
-        assert {*sizes} == {sizes[0]} and sizes[0] > 100
-        more = ContinuousBatchingConfig(**sized, num_blocks=num_managers)
-        with pytest.raises(drumline.PlanError, match=r"stop\(\) other managers"):
-            ranks.num_blocks(more, None)
-        pools.clear()
-        return ranks.num_blocks(settings, hints) == sizes[0]
-
-    assert on_master(llama[0], 2, work)
 
 
 def test_results_that_came_just_before_the_end_are_given(llama, on_master):
