@@ -185,16 +185,20 @@ class DeviceMap:
         running = self.runs_on(place[0]).items()
         return sum(self.kept_nbytes.get(name, 0) for name, device in running if device == place[1])
 
-    def free_for_tokens(self, place: Place) -> tuple[int, int]:
-        """The bytes of a place that were planned for caches, and those beyond the plan and the two
-        largest layers that come there to run."""
+    def needed(self, place: Place, workspace_nbytes: int = 0) -> int:
+        """The bytes of a place with those of the two largest layers that come there to run, and of
+        the workspace if it runs any."""
+        running = [name for name, d in self.runs_on(place[0]).items() if d == place[1]]
         moved = sorted(
             self.nbytes[name] - self.kept_nbytes.get(name, 0)
-            for name, device in self.runs_on(place[0]).items()
-            if device == place[1] != self.places[name][1]
+            for name in running
+            if self.places[name] != place
         )
-        free = self.free_nbytes.get(place, 0) - self.used(place) - sum(moved[-2:])
-        return self.used_by_caches(place), free
+        return self.used(place) + sum(moved[-2:]) + workspace_nbytes * bool(running)
+
+    def free_for_tokens(self, place: Place) -> tuple[int, int]:
+        """The bytes of a place that were planned for caches, and those beyond what it needs."""
+        return self.used_by_caches(place), self.free_nbytes.get(place, 0) - self.needed(place)
 
     def picture(self, width: int = 24) -> str:
         """One line per place: a bar of its memory, the bytes, and what it holds."""

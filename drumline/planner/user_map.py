@@ -41,14 +41,13 @@ def complete_user_map(
     _check_ties(model, places)
     _check_loose(model, places, free_nbytes)
     for place in result.used_places() & free_nbytes.keys():
-        workspace_nbytes = 0 if offload_level(place, free_nbytes) else model.workspace_nbytes
-        needed = result.used(place) + workspace_nbytes
+        used, needed = result.used(place), result.needed(place, model.workspace_nbytes)
         if needed > free_nbytes[place]:
             raise PlanError(
-                f"rank {place[0]}: device_map puts {result.used(place)} bytes on {place[1]}, which "
-                f"has {free_nbytes[place]} bytes free, {workspace_nbytes} of them for its "
-                f"workspace: {needed - free_nbytes[place]} bytes are missing. Move modules to "
-                "another rank or raise max_memory."
+                f"rank {place[0]}: device_map puts {used} bytes on {place[1]}, which has "
+                f"{free_nbytes[place]} bytes free, {needed - used} of them for its workspace and "
+                f"offloaded layers that run there: {needed - free_nbytes[place]} bytes are "
+                "missing. Move modules to another rank or raise max_memory."
             )
     return result
 
