@@ -308,9 +308,13 @@ class _Planner:
         return {place[0]: place for place in reversed(self.near)}
 
     def fits(self, device_map: DeviceMap) -> bool:
-        """False where caches have too little room: "fastest" counts them with the weights, and a
-        rank whose accelerator has no layer runs on its CPU."""
-        return all(device_map.used(place) <= free for place, free in self.free_nbytes.items())
+        """False where caches, or what comes there to run, have too little room: "fastest" counts
+        caches with the weights, and a rank whose accelerator has no layer runs on its CPU."""
+        workspace_nbytes, used = self.model.workspace_nbytes, device_map.used_places()
+        needed = {place: device_map.needed(place, workspace_nbytes) for place in used}
+        return all(
+            nbytes <= self.free_nbytes.get(place, nbytes) for place, nbytes in needed.items()
+        )
 
     def _fill(self, fraction: float) -> list[Place] | None:
         """The place of each group if places are filled to `fraction`; None if some do not fit."""

@@ -15,7 +15,7 @@ from drumline.core.device_map import abbreviate_names
 from drumline.planner.cost_model import DeviceSpeed, DeviceSpeeds, PassShape, estimate
 from drumline.planner.measure import equalize_similar_devices
 from drumline.planner.memory import limit_memory
-from drumline.planner.plan import SLACK, UNEVEN
+from drumline.planner.plan import KINDS, SLACK, UNEVEN
 from drumline.planner.sizes import nbytes
 
 
@@ -315,15 +315,26 @@ def test_a_users_device_map_needs_memory_for_the_caches_of_offloaded_layers():
         plan(ModelProfile(layers), {(0, "cpu"): 99}, {"": "disk"})
 
 
-@given(layouts(), st.lists(st.integers(0, 300), min_size=6, max_size=6))
-def test_offloading_keeps_every_module_within_the_memory_of_its_place(model, sizes):
+@given(
+    layouts(),
+    st.lists(st.integers(0, 300), min_size=6, max_size=6),
+    st.integers(0, 60),
+    st.sampled_from([*KINDS]),
+)
+def test_offloading_keeps_every_module_within_the_memory_of_its_place(
+    model, sizes, workspace_nbytes, mode
+):
+    """With two layers on their way to where they run, and the workspace there."""
     places = [(rank, device) for rank in range(2) for device in ("cuda:0", "cpu", "disk")]
     free_nbytes = dict(zip(places, sizes, strict=True))
+    speeds = DeviceSpeeds(dict.fromkeys(places, DeviceSpeed(1e9, 1e9)))
+    model = dataclasses.replace(model, workspace_nbytes=workspace_nbytes)
     try:
-        chosen = plan(model, free_nbytes)
+        chosen = plan(model, free_nbytes, mode, speeds=speeds)
     except PlanError:
         return
-    assert all(chosen.used(place) <= free_nbytes[place] for place in free_nbytes)
+    needed = {place: chosen.needed(place, workspace_nbytes) for place in chosen.used_places()}
+    assert all(nbytes <= free_nbytes[place] for place, nbytes in needed.items())
     ranks = [chosen.places[part.name][0] for part in model.layers]
     assert ranks == sorted(ranks)
     assert all(len({chosen.places[name] for name in tie}) == 1 for tie in model.ties)
