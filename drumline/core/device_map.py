@@ -75,9 +75,10 @@ def offload_level(place: Place, free_nbytes: Iterable[Place]) -> int:
 class ModulePart:
     """One module that is never split: its name and the bytes it needs (weights and KV cache).
 
-    `unread_nbytes` of them are not read when a token passes: a table in which rows are looked up.
-    `kept_nbytes` of them are for the cache. `unpacked_nbytes` are needed beside them while it runs,
-    for the largest weight that it keeps packed. `num_calls`: of functions of torch, in a pass.
+    `unread_nbytes` of them are not read when a token passes: a table in which rows are looked up,
+    or experts; another token leaves `unread_share` of these unread, too. `kept_nbytes` of them are
+    for the cache. `unpacked_nbytes` are needed beside them while it runs, for the largest weight
+    that it keeps packed. `num_calls`: of functions of torch, in a pass.
     """
 
     name: str
@@ -86,10 +87,11 @@ class ModulePart:
     kept_nbytes: int = 0
     unpacked_nbytes: int = 0
     num_calls: int = 0
+    unread_share: float = 1
 
     @property
     def read_nbytes(self) -> int:
-        """The bytes that a pass through the model has to read."""
+        """The bytes that a token's pass through the model has to read."""
         return self.nbytes - self.unread_nbytes
 
 

@@ -199,12 +199,14 @@ def part_time_s(
 ) -> float:
     """Seconds that one pass spends on a part of the model, or on one of its shards.
 
-    Each token of the batch is multiplied with all weights, and with its own part of the cache.
+    Each token of the batch is multiplied with all weights that it reads, and with its own part of
+    the cache. Experts are read if any of the tokens goes there.
     """
+    read_nbytes = part.nbytes - part.unread_nbytes * part.unread_share ** (step.batch - 1)
     weights_nbytes = part.read_nbytes - part.kept_nbytes
     operations = 2 * (step.batch * weights_nbytes + part.kept_nbytes) / step.itemsize
-    ordering_s = (1 - 1 / step.batch) * weights_nbytes / speed.ordered_nbytes
-    work_s = max(part.read_nbytes / speed.nbytes, operations / speed.flops) + ordering_s
+    ordering_s = (1 - 1 / step.batch) * (read_nbytes - part.kept_nbytes) / speed.ordered_nbytes
+    work_s = max(read_nbytes / speed.nbytes, operations / speed.flops) + ordering_s
     return work_s / num_shards + part.num_calls / speed.calls
 
 

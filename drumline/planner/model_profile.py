@@ -120,12 +120,17 @@ def profile_model(
     layers = [name for name in layers if name not in bound]
     modules = dict(model.named_modules())
 
-    def part(name: str, unread_nbytes: int) -> ModulePart:
-        unpacked_nbytes = _unpacked_nbytes(modules[name]) if name in modules else 0
-        return ModulePart(name, sizes[name], unread_nbytes, unpacked_nbytes=unpacked_nbytes)
+    def part(name: str, unread_nbytes: int, unread_share: float = 1) -> ModulePart:
+        return ModulePart(
+            name,
+            sizes[name],
+            unread_nbytes,
+            unpacked_nbytes=_unpacked_nbytes(modules[name]) if name in modules else 0,
+            unread_share=unread_share,
+        )
 
     return ModelProfile(
-        layers=tuple(part(name, _unread_experts(model, name)) for name in layers),
+        layers=tuple(part(name, *_unread_experts(model, name)) for name in layers),
         others=tuple(part(name, _unread(model, name)) for name in others),
         ties=ties,
         kv_sharing=tuple(_sharers(model, layers)),
@@ -249,21 +254,23 @@ def _unread(model: nn.Module, name: str) -> int:
     return module.weight.nbytes
 
 
-def _unread_experts(model: nn.Module, name: str) -> int:
-    """The bytes of the experts that a token does not go to; transformers stacks a layer's."""
+def _unread_experts(model: nn.Module, name: str) -> tuple[int, float]:
+    """The bytes of the experts that a token does not go to, and their share of all; transformers
+    stacks a layer's."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
     num_active = getattr(text, "num_experts_per_tok", None)
     if not isinstance(num_active, int):
-        return 0
-    unread_nbytes = 0
+        return 0, 1
+    unread_nbytes = experts_nbytes = 0
     for module in model.get_submodule(name).modules():
         num_experts = getattr(module, "num_experts", 0)
         for tensor in module.parameters(recurse=False):
             if tensor.dim() == 3 and tensor.shape[0] == num_experts > num_active:
                 num_unread = num_experts - num_active
                 unread_nbytes += tensor.nbytes * num_unread // num_experts
-    return unread_nbytes
+                experts_nbytes += tensor.nbytes
+    return unread_nbytes, unread_nbytes / max(1, experts_nbytes)
 
 
 def _sharers(model: nn.Module, layers: list[str]) -> Iterator[tuple[str, ...]]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from drumline import DeviceMap, ModelProfile, ModulePart, PlanError, plan
 from drumline.planner.cost_model import (
@@ -23,6 +24,7 @@ from drumline.planner.cost_model import (
     part_time_s,
     ring_passes,
 )
+from drumline.planner.model_profile import build_on_meta, profile_model
 
 sizes = st.integers(1, 40)
 
@@ -197,6 +199,20 @@ def test_several_tokens_take_the_time_in_which_weights_are_brought_into_order_fo
     for batch, expected_s in ((1, 0.01), (2, 0.01 + 0.04 / 2), (16, 0.032 + 0.04 * 15 / 16)):
         step = PassShape(batch, itemsize=4)
         assert part_time_s(part, speed, step) == pytest.approx(expected_s)
+
+
+def test_the_tokens_of_a_batch_go_to_more_experts_than_one_does():
+    """A prompt was planned for as if all of its tokens went to the same two of eight."""
+    config = MixtralConfig(num_hidden_layers=1, hidden_size=64, vocab_size=64, head_dim=16)
+    (layer,) = profile_model(build_on_meta(MixtralForCausalLM, config, torch.bfloat16)).layers
+    experts_nbytes = 8 * 3 * 64 * config.intermediate_size * 2
+    for batch, unread in ((1, 3 / 4), (2, 9 / 16), (1000, 0)):
+        read_s = part_time_s(layer, DeviceSpeed(math.inf, 1.0), PassShape(batch, itemsize=2))
+        assert read_s == pytest.approx(layer.nbytes - unread * experts_nbytes)
+        work_s = part_time_s(layer, DeviceSpeed(1.0, math.inf), PassShape(batch, itemsize=2))
+        assert work_s == pytest.approx(batch * (layer.nbytes - experts_nbytes * 3 / 4))
+    table, speed = ModulePart("a", 9, unread_nbytes=9), DeviceSpeed(1.0, 1.0)
+    assert part_time_s(table, speed, PassShape(batch=5)) == 0
 
 
 def test_every_call_of_a_function_takes_its_time_in_each_chunk_and_on_each_rank_of_a_group():
