@@ -79,6 +79,7 @@ class ModulePart:
     or experts; another token leaves `unread_share` of these unread, too. `kept_nbytes` of them are
     for the cache. `unpacked_nbytes` are needed beside them while it runs, for the largest weight
     that it keeps packed. `num_calls`: of functions of torch, in a pass.
+    `weights_a_byte`: where it is known that packed ones are more than the dtype says.
     """
 
     name: str
@@ -88,6 +89,7 @@ class ModulePart:
     unpacked_nbytes: int = 0
     num_calls: int = 0
     unread_share: float = 1
+    weights_a_byte: float = 0
 
     @property
     def read_nbytes(self) -> int:

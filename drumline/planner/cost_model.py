@@ -204,7 +204,8 @@ def part_time_s(
     """
     read_nbytes = part.nbytes - part.unread_nbytes * part.unread_share ** (step.batch - 1)
     weights_nbytes = part.read_nbytes - part.kept_nbytes
-    operations = 2 * (step.batch * weights_nbytes + part.kept_nbytes) / step.itemsize
+    num_weights = weights_nbytes * max(part.weights_a_byte, 1 / step.itemsize)
+    operations = 2 * (step.batch * num_weights + part.kept_nbytes / step.itemsize)
     ordering_s = (1 - 1 / step.batch) * (read_nbytes - part.kept_nbytes) / speed.ordered_nbytes
     work_s = max(read_nbytes / speed.nbytes, operations / speed.flops) + ordering_s
     return work_s / num_shards + part.num_calls / speed.calls

@@ -113,6 +113,7 @@ def profile_model(
     layers = list(layer_names(model, no_split_module_classes) if names is None else names)
     others = list(_around(model, "", set(layers)))
     sizes = _sizes(model, [*others, *layers], tensor_nbytes, stored)
+    counts = _sizes(model, [*others, *layers], lambda _, tensor: tensor.numel(), stored)
     tensors = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     ties = tuple(_ties(model, [*others, *layers]))
     bound = {name for tie in ties if not {*layers}.issuperset(tie) for name in tie}
@@ -127,6 +128,7 @@ def profile_model(
             unread_nbytes,
             unpacked_nbytes=_unpacked_nbytes(modules[name]) if name in modules else 0,
             unread_share=unread_share,
+            weights_a_byte=counts[name] / max(1, sizes[name]),
         )
 
     return ModelProfile(
