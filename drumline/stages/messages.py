@@ -122,7 +122,8 @@ class TensorLayout:
     def write(self, frame: torch.Tensor, start: int, tensors: list[torch.Tensor]) -> None:
         address = frame.data_ptr() + start
         for tensor, (dtype, shape, strides, offset, size) in zip(tensors, self.parts, strict=True):
-            if tensor.is_cpu and tensor.is_contiguous():
+            is_lazy = tensor.is_conj() or tensor.is_neg()  # in memory are other values
+            if tensor.is_cpu and tensor.is_contiguous() and not is_lazy:
                 ctypes.memmove(address + offset, tensor.data_ptr(), size)
             else:
                 at = (start + offset) // dtype.itemsize

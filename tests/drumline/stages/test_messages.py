@@ -82,6 +82,15 @@ def test_tensors_arrive_with_their_axes_in_the_same_order_in_memory(axes):
         assert got[2].tolist() == [1, 1, 1]
 
 
+def test_a_tensor_that_is_conjugated_or_negated_when_it_is_read_travels_as_it_reads():
+    """Memory was copied, and so a conjugate arrived as what it was made of."""
+    _, sender, receiver = link()
+    waves = torch.randn(3, dtype=torch.complex64)
+    tensors = [waves.conj(), torch._neg_view(torch.randn(3))]
+    sender.send(Message(MessageKind.CALL, tensors=tensors))
+    assert all(map(torch.equal, receiver.receive().tensors, tensors))
+
+
 def decoded_token(cached: int, width: int = 4096) -> Message:
     """What one token of a padded batch sends: hidden, cos, sin, positions, mask."""
     hidden = torch.zeros(4, 1, width, dtype=torch.bfloat16)
