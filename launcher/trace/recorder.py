@@ -121,18 +121,30 @@ class Recorder:
     def _add(self, record: dict[str, Any]) -> None:
         with self._lock:
             self._buffered.append(record)
-            if len(self._buffered) >= FLUSH_EVENTS:
+            if len(self._buffered) < FLUSH_EVENTS:
+                return
+            try:
                 self._write()
+            except OSError as error:  # while a call is recorded, which has its own result
+                with contextlib.suppress(OSError):
+                    self._file.close()
+                warnings.warn(
+                    f"{rank_name(self._rank)}: the trace will lack the calls from here on, for its "
+                    f"recording cannot be written: {error}. Free some space.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
 
     def _write(self) -> None:
         """Encode and write what is buffered; many at once, to keep the calls themselves fast."""
-        if not self._file.closed:
-            try:
-                self._file.write("".join(json.dumps(record) + "\n" for record in self._buffered))
-                self._file.flush()
-            except OSError as error:  # which names no file
-                raise OSError(error.errno, error.strerror, self._file.name) from error
-        self._buffered.clear()
+        records, self._buffered = self._buffered, []
+        if self._file.closed:
+            return
+        try:
+            self._file.write("".join(json.dumps(record) + "\n" for record in records))
+            self._file.flush()
+        except OSError as error:  # which names no file
+            raise OSError(error.errno, error.strerror, self._file.name) from error
 
 
 def rank_name(rank: int) -> str:

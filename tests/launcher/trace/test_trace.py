@@ -160,6 +160,19 @@ def test_trace_that_cannot_be_written_names_its_file_and_is_no_wrong_usage(
     assert left == {"out.json", arguments[-1].rpartition("/")[2]}
 
 
+def test_a_full_disk_ends_the_recording_and_no_call(tmp_path):
+    """A call that was recorded raised OSError in place of its result, and every later one."""
+    recorder = tracing.recorder(_info(1, tmp_path))
+    recorder._file.close()
+    with open("/dev/full", "w", buffering=1 << 20) as recorder._file:
+        called = recorder.recorded(lambda: "result", [], "call", "work", {})
+        with pytest.warns(RuntimeWarning, match="^rank 1: .*No space left.*/dev/full") as warned:
+            results = [called() for _ in range(3 * tracing.FLUSH_EVENTS)]
+        assert {*results} == {"result"} and len(warned) == 1
+        assert len(recorder._buffered) <= tracing.FLUSH_EVENTS
+        recorder.close()
+
+
 def test_recordings_of_several_nodes_are_in_the_folder_of_the_trace(tmp_path):
     with merge_traces.recordings_merged_into(tmp_path / "out.json", nnodes=2) as folder:
         assert folder.parent == tmp_path
