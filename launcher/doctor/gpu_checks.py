@@ -51,8 +51,11 @@ def _devices_and_pairs(nvml: Any) -> Iterator[Finding]:
 
 def _gpu(nvml: Any, handle: Any, usable: set[str]) -> Finding:
     uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    detail = f"{name}, {memory.free >> 20} of {memory.total >> 20} MiB free"
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        detail = f"{name}, {memory.free >> 20} of {memory.total >> 20} MiB free"
+    except nvml.NVMLError_NotSupported:  # of a GPU that has the host's memory
+        detail = f"{name}, of whose memory its driver tells nothing"
     if uuid in usable:
         return Finding("gpu", uuid, True, detail)
     return Finding("gpu", uuid, None, f"{detail}; hidden by {gpus.VISIBLE}")

@@ -49,9 +49,11 @@ def _version(name: str, path: str, option: list[str]) -> tuple[bool, str]:
         version = installed_version(distribution)
         missing = f"of another Python: this one has no {distribution}"
         return bool(version), f"{distribution} {version}" if version else missing
-    done = subprocess.run(
-        [path, *option], capture_output=True, text=True, timeout=timings.TIMINGS.version_answer_s
-    )
+    limit_s = timings.TIMINGS.version_answer_s
+    try:
+        done = subprocess.run([path, *option], capture_output=True, text=True, timeout=limit_s)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return False, f"it cannot be asked for its version: {error}"
     if done.returncode and name in WITHOUT_VERSION:
         return False, WITHOUT_VERSION[name]
     lines = (done.stdout + done.stderr).strip().splitlines() or ["it prints no version"]

@@ -1,5 +1,6 @@
 """`python -m launcher doctor`: what it finds, and what to type for it."""
 
+import dataclasses
 import json
 import os
 import resource
@@ -12,7 +13,7 @@ from collections import namedtuple
 
 import pytest
 
-from launcher import doctor
+from launcher import doctor, timings
 from launcher.doctor import finding, gpu_checks, launcher_checks, layer_checks, machine_checks
 from launcher.doctor.finding import Finding
 from launcher.system import free_memory, gpus, linux
@@ -153,6 +154,20 @@ def test_srun_without_a_cluster_is_no_problem(monkeypatch, tmp_path):
     assert srun.ok is None and "no slurm.conf" in srun.detail and "DNS" not in srun.detail
 
 
+@pytest.mark.parametrize("program", ["#!/bin/sh\nexec sleep 60\n", "#!/no/such/shell\n", ""])
+def test_a_backend_launcher_that_does_not_answer_hides_no_other(monkeypatch, tmp_path, program):
+    """It was a fault of this machine, and the launchers behind it were not looked for."""
+    (tmp_path / "mpiexec").write_text(program)
+    (tmp_path / "mpiexec").chmod(0o755)
+    monkeypatch.setattr(launcher_checks, "PATH", str(tmp_path))
+    own = dataclasses.replace(timings.TIMINGS, version_answer_s=0.2)
+    monkeypatch.setattr(timings, "TIMINGS", own)
+    findings = {item.name: item for item in launcher_checks.launchers()}
+    assert findings.keys() == {*launcher_checks.LAUNCHERS, "mpi4py"}
+    mpiexec = findings["mpiexec"]
+    assert mpiexec.ok is None and "cannot be asked" in mpiexec.detail
+
+
 def test_a_host_name_that_resolves_to_loopback_names_master_addr(monkeypatch):
     monkeypatch.setattr("socket.gethostbyname", lambda name: "127.0.1.1")
     host_name = layer_checks._host_name(["192.0.2.7"])
@@ -222,6 +237,21 @@ def test_gpus_are_listed_with_memory_and_interconnect(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pynvml", driver(["GPU-a", "GPU-b"], 50))
     findings = {finding.name: finding for finding in gpu_checks.gpu_devices()}
     assert "80896 of 81920 MiB free" in findings["GPU-a"].detail
+    assert findings["0 and 1"].detail == "across NUMA nodes"
+
+
+def test_a_gpu_that_does_not_tell_its_memory_is_listed(monkeypatch, tmp_path):
+    """Those with the memory of their host do not, and then nothing was known of any GPU."""
+    nvml = driver(["GPU-a", "GPU-b"], 50)
+
+    def unsupported(handle):
+        raise nvml.NVMLError_NotSupported("Not Supported")
+
+    nvml.nvmlDeviceGetMemoryInfo = unsupported
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    findings = {finding.name: finding for finding in gpu_checks.gpu_devices()}
+    assert findings["GPU-a"].ok and "tells nothing" in findings["GPU-a"].detail
     assert findings["0 and 1"].detail == "across NUMA nodes"
 
 
