@@ -37,9 +37,6 @@ log = logging.getLogger("drumline")
 MAX_UNTOLD_TOKENS = 1 << 12
 """Of a request, where neither it nor the model's config says how long it can be."""
 
-NUM_TRASH_SECTORS = 2
-"""Of the tables of transformers, beside those for requests."""
-
 TRIED_TOKENS, TRIED_STEPS, TRIED_PAGE_SIZE = 12, 2, 16
 """Of a request by which it is tried whether a model can be batched over pages; one page of the
 usual size may be more than a small rank has memory for."""
@@ -53,7 +50,6 @@ class PoolsOfRanks:
 
     def __init__(self, driver: PipelineDriver | None, *shape: Any):
         self.driver, self.own = driver, make_pool(*shape)
-        self.num_tokens = self.own.shape.num_tokens
         self.update = self.own.update
         self.number = 0
         if driver is not None:
@@ -84,7 +80,7 @@ class BatchedRanks:
         self._is_tried = False
         self._used_attention: str | None = None
         self._managers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._pools: weakref.WeakSet[PoolsOfRanks] = weakref.WeakSet()
+        self._sized: weakref.WeakSet[Any] = weakref.WeakSet()  # managers that may have pages
         self._lock = threading.Lock()  # a thread that ends may not change what another's step uses
 
     def check_there(self) -> None:
@@ -125,6 +121,7 @@ class BatchedRanks:
         """Have all layers attend so as long as a manager is there."""
         with self._lock:
             self._managers.add(manager)
+            self._sized.add(manager)
             if attention_of(self.model.config) != name:
                 self.model._use_attention(name)
                 self._used_attention = name
@@ -139,10 +136,7 @@ class BatchedRanks:
                 self._used_attention = None
 
     def make_pools(self, *shape: Any) -> PoolsOfRanks:
-        pools = PoolsOfRanks(self.driver, *shape)
-        with self._lock:
-            self._pools.add(pools)
-        return pools
+        return PoolsOfRanks(self.driver, *shape)
 
     def num_blocks(self, settings: Any, hints: Any) -> int:
         """The blocks of the whole model for which every rank has memory beside those of other
@@ -156,13 +150,14 @@ class BatchedRanks:
         times = [len(kinds) / num_layers[kind] for kind in sorted(num_layers)]
         of_sector = math.lcm(*num_layers.values())  # layers' parts of a block
         with self._lock:
-            taken = [self._nbytes(kinds, pools.num_tokens) for pools in self._pools]
+            tables = [manager.tables for manager in self._sized if manager.tables is not None]
+        taken = [self._nbytes(kinds, each.num_tokens) for each in tables]
         for place, nbytes in self._nbytes(kinds, [settings.page_size * n for n in times]).items():
             planned, free = self.model.device_map.free_for_tokens(place)
             whole = planned + max(0, int(free * settings.max_memory_percent))
             own = whole * getattr(hints, "share", 1)
             left = min(own, whole - sum(each[place] for each in taken))
-            num_sectors = int(left * len(kinds) / of_sector / nbytes) - NUM_TRASH_SECTORS
+            num_sectors = int(left * len(kinds) / of_sector / nbytes)
             room[place] = max(0, num_sectors) * of_sector // len(kinds)
         place, num_blocks = min(room.items(), key=lambda item: item[1], default=((0, ""), 1 << 40))
         requested = settings.num_blocks

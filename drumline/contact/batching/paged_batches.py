@@ -75,7 +75,7 @@ class PagedTables(Tables):  # type: ignore[misc]
     """The tables of blocks of all requests, and no keys and values: these are in the pools.
 
     in_groups: sequences with one query attend in groups. num_cached: by request, the tokens of its
-    prompt that the pools had already.
+    prompt that the pools had already. num_tokens: of each kind, those that requests can have.
     """
 
     def __init__(self, make_pools: MakePools, in_groups: bool, **arguments: Any):
@@ -87,8 +87,9 @@ class PagedTables(Tables):  # type: ignore[misc]
             allocator.write_trash_index = allocator.tokens_per_page * allocator.blocks_per_sector
         numbers = range(max(self.layer_to_allocator) + 1)
         kinds = [self.layer_to_allocator[number].index for number in numbers]
-        blocks = [(self.num_sectors + 2) * each.blocks_per_sector for each in allocators]
-        num_tokens = [n * each.tokens_per_page for n, each in zip(blocks, allocators, strict=True)]
+        of_sector = [each.blocks_per_sector * each.tokens_per_page for each in allocators]
+        self.num_tokens = [self.num_sectors * count for count in of_sector]
+        num_tokens = [(self.num_sectors + 2) * count for count in of_sector]
         windows = [getattr(each, "sliding_window", 0) for each in allocators]
         self.num_cached: dict[str, int] = {}
         self.pools = make_pools(kinds, num_tokens, windows, in_groups)
