@@ -150,8 +150,8 @@ class BatchedRanks:
         times = [len(kinds) / num_layers[kind] for kind in sorted(num_layers)]
         of_sector = math.lcm(*num_layers.values())  # layers' parts of a block
         with self._lock:
-            tables = [manager.tables for manager in self._sized if manager.tables is not None]
-        taken = [self._nbytes(kinds, each.num_tokens) for each in tables]
+            tables = [manager.tables for manager in self._sized]
+        taken = [self._nbytes(kinds, each.num_tokens) for each in tables if each is not None]
         for place, nbytes in self._nbytes(kinds, [settings.page_size * n for n in times]).items():
             planned, free = self.model.device_map.free_for_tokens(place)
             whole = planned + max(0, int(free * settings.max_memory_percent))
