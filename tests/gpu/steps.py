@@ -135,7 +135,8 @@ class Results:
         brought = PARTS_BROUGHT / archive.name
         if brought.exists() and not self.folder.exists():
             with tarfile.open(brought) as tar:
-                tar.extractall(self.folder.parent, filter="data")
+                tar.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4
+                tar.extractall(self.folder.parent)
             (self.folder.parent / "gpu").rename(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._environ = self.folder / "environ.json"

@@ -18,6 +18,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +49,8 @@ class Container:
         self.environ |= {k: v for k, v in os.environ.items() if k.startswith(("PIP_", "SSL_"))}
         command = ["mmdebstrap", "--quiet", "--variant=minbase", RELEASES[image], str(root)]
         subprocess.run([*command, "http://deb.debian.org/debian"], check=True)
+        names = f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n"  # as Docker writes it
+        (root / "etc" / "hosts").write_text(names)
 
     def command(self, *words: str) -> list[str]:
         """The words in the container, with processes of its own."""

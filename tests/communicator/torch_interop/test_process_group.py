@@ -92,7 +92,7 @@ assert came.eq(1).all()
 try:
     group.recv([came], 0).wait()
 except PeerLost:
-    sys.stdout.write("came")
+    print("came", end="", flush=True)
 os._exit(0)
 """
 
