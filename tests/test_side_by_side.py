@@ -31,12 +31,13 @@ def test_files_that_another_process_took_leave_nothing_set_up(warm, tmp_path):
 def test_a_process_that_a_signal_ends_is_told_of(warm):
     """With SIGHUP its code was that of tests that fail, without a word of which."""
     script = """
-        import os
+        import os, signal
         from tests.programs.side_by_side import Processes
 
         processes, pid = Processes(1), os.fork()
         if not pid:
-            os.kill(os.getpid(), 1)
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
+            os.kill(os.getpid(), signal.SIGHUP)
         processes._end([pid])
     """
     found = warm.run("-c", textwrap.dedent(script))
