@@ -95,7 +95,11 @@ def main() -> int:
         help=f"of its programs, for a row in {', '.join(sorted(WITH_LLAMA_CPP))}; not with --quick",
     )
     parser.add_argument(
-        "--peer", action="append", default=[], metavar="NAME=COMMAND", help="as of benchmarks.serve"
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=COMMAND",
+        help="for a row in serve; see benchmarks.serve",
     )
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # steps end with us

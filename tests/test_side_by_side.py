@@ -40,6 +40,6 @@ def test_a_process_that_a_signal_ends_is_told_of(warm):
             os.kill(os.getpid(), signal.SIGHUP)
         processes._end([pid])
     """
-    found = warm.run("-c", textwrap.dedent(script))
-    told = "process 0 of the tests was ended by signal 1"
-    assert found.returncode == 1 and told in found.stdout, found.stdout + found.stderr
+    done = warm.run("-c", textwrap.dedent(script))
+    sentence = "process 0 of the tests was ended by signal 1"
+    assert done.returncode == 1 and sentence in done.stdout, done.stdout + done.stderr

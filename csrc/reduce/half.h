@@ -1,5 +1,5 @@
 // Float16 to float32 and back by instructions of the processor: the same bits as Float16 of
-// reduce/codec.h, but for a NaN's, faster.
+// reduce/codec.h, except those of a NaN, and faster.
 #pragma once
 
 #include <cstddef>

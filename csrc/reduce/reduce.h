@@ -20,7 +20,7 @@ Instructions best_instructions();
 bool find_instructions(const char* name, Instructions* instructions);
 
 // nullptr where the operation is not defined for the type. The result has the same bits with any
-// instructions, but for those of a float16's NaN.
+// instructions, except those of a float16's NaN.
 Reduce find_reduce(comm_dtype dtype, comm_op op, Instructions instructions);
 
 // Bytes of an element; 0 for an unknown dtype.

@@ -79,7 +79,7 @@ class ModulePart:
     or experts; another token leaves `unread_share` of these unread, too. `kept_nbytes` of them are
     for the cache. `unpacked_nbytes` are needed beside them while it runs, for the largest weight
     that it keeps packed. `num_calls`: of functions of torch, in a pass.
-    `weights_a_byte`: where it is known that packed ones are more than the dtype says.
+    `weights_a_byte`: 0 if it is not known; more than the dtype says where weights are packed.
     """
 
     name: str

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -106,20 +106,20 @@ class WeightPrefetcher:
                 yield
             finally:
                 _exchange(self.modules[name], empty)
-                self._recycle(tensors)
+                self._recycle(tensors.values())
 
     def _start(self, name: str) -> Future[Tensors]:
         if name not in self.fetches:
             for unused in list(self.fetches):  # a call out of order: two at a time is enough
-                self._recycle(self.fetches.pop(unused).result())
+                self._recycle(self.fetches.pop(unused).result().values())
         return self.thread.submit(self._fetch, name)
 
     def _fetch(self, name: str) -> Tensors:
-        lent: Tensors = {}
+        lent: list[torch.Tensor] = []
 
         def allocate(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-            lent[str(len(lent))] = tensor = self._allocate(shape, dtype)
-            return tensor
+            lent.append(self._allocate(shape, dtype))
+            return lent[-1]
 
         with self.stream or contextlib.nullcontext():
             tensors = self.away[name].fetch(allocate, self.device)
@@ -134,9 +134,9 @@ class WeightPrefetcher:
             return torch.empty(shape, dtype=dtype)
         return free.pop()
 
-    def _recycle(self, tensors: Tensors) -> None:
+    def _recycle(self, tensors: Iterable[torch.Tensor]) -> None:
         """Memory of the CPU is used again; an accelerator's goes back to its allocator."""
-        for tensor in tensors.values():
+        for tensor in tensors:
             if tensor.device.type == "cpu":
                 self.free_buffers[(tensor.shape, tensor.dtype)].append(tensor)
             else:

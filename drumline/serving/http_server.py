@@ -166,13 +166,18 @@ class Endpoint:
         _check_packages()
         options = settings.load_options
         key = _read_key(settings.host, settings.key_file)
-        config = read_generator(folder, settings.max_length or 0, **options)
+        config = read_generator(folder, **options)
         if config.is_encoder_decoder:
             raise DrumlineError(
                 f"rank 0: {folder} is an encoder-decoder, but OpenAI's API continues prompts; "
                 "serve a decoder, or call generate() in a script of your own."
             )
-        length = settings.max_length or min(num_positions(config), DEFAULT_MAX_LENGTH)
+        most = num_positions(config)
+        if (length := settings.max_length or min(most, DEFAULT_MAX_LENGTH)) > most:
+            raise DrumlineError(
+                f"rank 0: --max-length is {length}, but {folder} has positions for {most}; give "
+                f"--max-length {most} or less."
+            )
         tokenizer = read_model_tokenizer(folder, **options)
         images = _image_reader(folder, tokenizer, options)
         _set_chat_template(folder, tokenizer, settings.chat_template)

@@ -267,7 +267,7 @@ def checkpoint_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtyp
 
 
 def _has_files(folder: Path, options: LoadOptions, is_fetched: bool = False) -> bool:
-    """is_fetched: by rank 0 for its own machine; others may have a part of it, which is none."""
+    """is_fetched: by rank 0 from the Hub; a rank that has a part of it counts as without files."""
     with contextlib.suppress(OSError, CheckpointError):  # of a folder that is closed to this user
         if file := gguf_path(folder, options.gguf_file):
             weights, needed = [file], [file]

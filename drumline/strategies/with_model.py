@@ -46,7 +46,7 @@ def read_generator(path: str | Path, num_tokens: int = 0, **options: Any) -> Any
     if num_tokens > most and not config.is_encoder_decoder:
         raise DrumlineError(
             f"rank 0: {num_tokens} tokens were asked for, prompt and new ones, but {path} has "
-            f"positions for {most}; ask for fewer, of a server by --max-length."
+            f"positions for {most}; ask for fewer."
         )
     return config
 

@@ -55,7 +55,7 @@ def _gpu(nvml: Any, handle: Any, usable: set[str]) -> Finding:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         detail = f"{name}, {memory.free >> 20} of {memory.total >> 20} MiB free"
     except nvml.NVMLError_NotSupported:  # of a GPU that has the host's memory
-        detail = f"{name}, of whose memory its driver tells nothing"
+        detail = f"{name}, whose driver does not tell its memory"
     if uuid in usable:
         return Finding("gpu", uuid, True, detail)
     return Finding("gpu", uuid, None, f"{detail}; hidden by {gpus.VISIBLE}")

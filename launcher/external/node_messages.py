@@ -138,7 +138,7 @@ def token_of(job: Job) -> LaunchToken:
         raise ValueError(
             f"a launch over {job.nnodes} nodes has no token, so whoever reaches it could become a "
             f"rank, and nothing was started. Set {VARIABLE} to the same 64 hexadecimal digits on "
-            "each machine (`openssl rand -hex 32`), before each launch: it takes it out again."
+            "each machine (`openssl rand -hex 32`), before each launch, which removes it."
         )
     return job.token
 

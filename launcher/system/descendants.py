@@ -49,7 +49,7 @@ class Orphans:
     """The processes of one launch that a killed supervisor of it leaves to this process.
 
     To be made before the supervisor is started; this process must be a subreaper when it is killed.
-    What another thread of it has started since, in a session of its own, looks like one of them.
+    What another thread of this process starts meanwhile, in a session of its own, looks the same.
     """
 
     def __init__(self) -> None:

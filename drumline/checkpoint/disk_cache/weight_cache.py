@@ -34,7 +34,7 @@ NUM_RECOUNTS = 64
 """Files of other processes are counted again after each such part of the limit."""
 DIGEST_NBYTES = 32
 LOCK_S = 10.0
-"""A process that deletes a checkpoint, which takes moments, is waited for so long."""
+"""For a process that deletes a checkpoint, which takes moments."""
 LOCK, ABOUT, UNFINISHED = "lock", "name", ".part"
 
 

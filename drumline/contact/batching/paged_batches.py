@@ -344,10 +344,11 @@ class PagedManager(Manager):  # type: ignore[misc]
         self._raise_failure()
 
     def release(self) -> None:
-        """Let the layers attend as they were loaded, and go of the pages that nothing keeps."""
+        """Restore the attention of the layers, and free the pages unless they are kept."""
         self.ranks.release_attention(self)
         if self.batch_processor is None and self.tables is not None:
-            self.tables.pools = self.tables = None
+            self.tables.pools = None
+            self.tables = None
 
     def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:
         try:

@@ -616,8 +616,8 @@ def test_a_field_that_one_rank_lacks_differs_from_one_that_is_null(ranks_or_erro
             config = '{"a": {}}' if info.rank else '{"a": {"b": null}}'
             check_same_on_all_ranks(coor, {"config": config})
 
-    said = "config.a.b is null on rank 0 and absent on rank 1"
-    assert all(said in str(error) for error in ranks_or_errors(rank, 2))
+    difference = "config.a.b is null on rank 0 and absent on rank 1"
+    assert all(difference in str(error) for error in ranks_or_errors(rank, 2))
 
 
 @pytest.mark.parametrize(

@@ -508,7 +508,7 @@ def test_from_pretrained_options_of_the_config_are_used(checkpoints, tmp_path, i
         (["--api-key-file", "pipe"], "is empty"),
         (
             ["--max-length", "1000000"],
-            "positions for 2048; ask for fewer, of a server by --max-length",
+            "positions for 2048; give --max-length 2048 or less",
         ),
     ],
 )

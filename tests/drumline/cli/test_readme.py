@@ -51,9 +51,9 @@ def test_the_command_of_the_kubernetes_manifest_runs_that_program_on_two_machine
         )
         for n in range(2)
     ]
-    told = [pod.communicate(timeout=100)[0] for pod in pods]
-    assert [pod.returncode for pod in pods] == [0, 0], told
-    assert told[0].replace("[0] ", "") == alone.stdout
+    outputs = [pod.communicate(timeout=100)[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0], outputs
+    assert outputs[0].replace("[0] ", "") == alone.stdout
 
 
 def test_two_machines_need_the_line_and_the_token_alone(warm, hosts, commands, script):

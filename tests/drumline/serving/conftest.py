@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import closing
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import drumline
+from drumline.serving.scheduler import ServingLimits
+from tests.drumline.conftest import LLAMA
 
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
@@ -73,3 +76,19 @@ async def respond(service, body, is_disconnected=False, path="completions"):
     scope = {"type": "http", "method": "POST", "path": f"/v1/{path}", "headers": []}
     await application(service, None)({**scope, "query_string": b""}, receive, send)
     return sent[0]["status"], b"".join(part.get("body", b"") for part in sent).decode()
+
+
+@pytest.fixture(scope="module")
+def speaker(checkpoints, byte_tokenizer):
+    """A service of a model whose tokens are bytes, so that grammars can bind them."""
+    config = {**LLAMA, "vocab_size": 257, "num_hidden_layers": 1, "eos_token_id": 256}
+    _, path = checkpoints.make("bytes with an end", "LlamaForCausalLM", **config)
+    byte_tokenizer.chat_template = "{{ messages[0].content }}"
+    limits = ServingLimits(max_length=700)
+    from drumline.serving import app  # which the server's packages must be there for
+
+    with (
+        drumline.load(path) as model,
+        closing(app.Service(["llama"], model, byte_tokenizer, limits)) as service,
+    ):
+        yield service

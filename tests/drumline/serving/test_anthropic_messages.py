@@ -8,9 +8,7 @@ from contextlib import closing
 
 import pytest
 
-import drumline
 from drumline.serving.scheduler import ServingLimits
-from tests.drumline.conftest import LLAMA
 from tests.drumline.serving.conftest import expected, respond
 from tests.drumline.serving.test_clients import CALLS
 
@@ -37,20 +35,6 @@ USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "prompt_tokens_details": {"
 def service(plain, loaded):
     tokenizer = transformers.AutoTokenizer.from_pretrained(plain[1])
     with closing(app.Service(["llama"], loaded, tokenizer, ServingLimits(200))) as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
-def speaker(checkpoints, byte_tokenizer):
-    """A service of a model whose tokens are bytes, so that grammars can bind them."""
-    config = {**LLAMA, "vocab_size": 257, "num_hidden_layers": 1, "eos_token_id": 256}
-    _, path = checkpoints.make("bytes with an end", "LlamaForCausalLM", **config)
-    byte_tokenizer.chat_template = "{{ messages[0].content }}"
-    limits = ServingLimits(max_length=700)
-    with (
-        drumline.load(path) as model,
-        closing(app.Service(["llama"], model, byte_tokenizer, limits)) as service,
-    ):
         yield service
 
 

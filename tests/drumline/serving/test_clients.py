@@ -13,13 +13,11 @@ import torch
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-import drumline
 from drumline import timings
 from drumline.errors import CheckpointError, DrumlineError
 from drumline.serving import http_server
 from drumline.serving.scheduler import ServingLimits
 from drumline.timings import ModelTimings
-from tests.drumline.conftest import LLAMA
 from tests.drumline.serving.conftest import expected, respond
 
 for package in ("fastapi", "prometheus_client"):
@@ -204,20 +202,6 @@ def test_a_call_in_an_answer_is_a_call_in_the_response(service, tokenizer, strea
     assert first["function"] == {"name": "look", "arguments": json.dumps(place)}
     assert message["content"].startswith(words[0])
     assert choice["finish_reason"] in ("tool_calls", "length")
-
-
-@pytest.fixture(scope="module")
-def speaker(checkpoints, byte_tokenizer):
-    """A service of a model whose tokens are bytes, so that grammars can bind them."""
-    config = {**LLAMA, "vocab_size": 257, "num_hidden_layers": 1, "eos_token_id": 256}
-    _, path = checkpoints.make("bytes with an end", "LlamaForCausalLM", **config)
-    byte_tokenizer.chat_template = "{{ messages[0].content }}"
-    limits = ServingLimits(max_length=700)
-    with (
-        drumline.load(path) as model,
-        closing(app.Service(["llama"], model, byte_tokenizer, limits)) as service,
-    ):
-        yield service
 
 
 NUMBER = {"$ref": "#/$defs/digit"}

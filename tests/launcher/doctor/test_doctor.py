@@ -251,7 +251,7 @@ def test_a_gpu_that_does_not_tell_its_memory_is_listed(monkeypatch, tmp_path):
     monkeypatch.setattr(gpus, "DRIVER", tmp_path)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     findings = {finding.name: finding for finding in gpu_checks.gpu_devices()}
-    assert findings["GPU-a"].ok and "tells nothing" in findings["GPU-a"].detail
+    assert findings["GPU-a"].ok and "does not tell its memory" in findings["GPU-a"].detail
     assert findings["0 and 1"].detail == "across NUMA nodes"
 
 
