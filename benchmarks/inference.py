@@ -3,9 +3,10 @@
     python -m benchmarks.inference
     python -m benchmarks.inference --repeats 3 --layers 12 --hidden 768 --save
 
-Every process uses one thread, so that two ranks have twice the cores of one process, no more. All
-peers live in the same two processes and take turns, pass by pass: a slow moment of the machine is
-one of all. "equal" says whether the tokens are those of the one process. What being split costs is
+Every process uses one thread, so that two ranks have twice the cores of one process, no more; one
+process is measured with a thread for each of the ranks, too. All peers live in the same two
+processes and take turns, pass by pass: a slow moment of the machine is one of all. "equal" says
+whether the tokens are those of the one process. What being split costs is
 measured on a model so small that its layers take next to no time.
 """
 
@@ -36,6 +37,7 @@ RANKS = 2
 OURS, CUT, ONE = "drumline", "drumline, tp=2", "one process"
 FASTEST = 'drumline, "fastest"'
 READ = "drumline, disable_mmap=True"
+THREADS = f"one process, {RANKS} threads"
 WAKING = "one process, waking twice a token"
 PIPELINE, RPC = "transformers' pipeline parallel", "torch RPC, as in Accelerate's PR 4066"
 Case = tuple[str, int, int, int]  # name, batch, prompt, new tokens
@@ -70,8 +72,9 @@ def speeds(options: argparse.Namespace) -> None:
         note += 'with tp=2 half of each layer, with "fastest" what it finds to be faster; '
         note += "weights are pages of the files, as from_pretrained has them, but for disable_mmap="
         note += "True and where ranks share a layer; "
-        note += "median and middle half of rounds in which all take turns; warmed up. Cost: what "
-        note += "a token takes more than in the one process."
+        note += "median and middle half of rounds in which all take turns; warmed up. Each process "
+        note += f"has a thread, except {THREADS!r}. Cost: what a token takes more than in the one "
+        note += "process of one thread."
         columns = (*columns, "equal", f"{ONE} (ms)", "cost (ms)", f"{ONE} / this")
         table = Table("inference", columns, note, options.save)
         for case in LARGE:  # a launch each, so that its rows are kept when it ends
@@ -182,8 +185,7 @@ def rank(folder: str, layers: int, cases: list[Case], repeats: int) -> dict[str,
         over_rpc = rpc_pipeline.master(LlamaForCausalLM.from_pretrained(folder), layers // 2)
         on_all_ranks = {name: OnAllRanks(orders, name, each) for name, each in both.items()}
         peers = {ONE: plain, **driven, **on_all_ranks, RPC: over_rpc}
-        if is_small:
-            peers[WAKING] = Waking(plain)
+        peers |= {WAKING: Waking(plain)} if is_small else {THREADS: Threads(plain)}
         found = take_turns(peers, cases, repeats)
         orders.broadcast_object(None)
         return found
@@ -228,6 +230,21 @@ def pipeline_parallel(folder: str, orders: Coordinator) -> Any:
     )
     config = DistributedConfig(pp_size=RANKS)
     return LlamaForCausalLM.from_pretrained(folder, distributed_config=config)
+
+
+class Threads:
+    """generate() with a thread for each of the ranks' cores."""
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def generate(self, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        torch.set_num_threads(RANKS)
+        try:
+            tokens: torch.Tensor = self.model.generate(ids, **options)
+        finally:
+            torch.set_num_threads(1)
+        return tokens
 
 
 class Waking:

@@ -69,16 +69,17 @@ def inference(what: str, measured: str, peer: str, over: str = "drumline") -> Pi
 
 
 def too_big(peer: str) -> Pick:
-    what = "one token of a model that fits on none of 3 hosts, 1 Gbit/s"
+    what = "one token of a model too large for any one of 3 machines, 1 Gbit/s"
     return DecodePick(what, "big", {"link, delay": "1gbit, 0 ms"}, "ms", RATE, RATE, peer)
 
 
 ONE_PROCESS, RATE = "one process", "tokens/s"
+TWO_THREADS = f"{ONE_PROCESS}, 2 threads"
 PICKS = (
-    inference("one token, 2 ranks", "decode, batch 1", ONE_PROCESS),
+    inference("one token, 2 ranks", "decode, batch 1", TWO_THREADS),
     inference(
         'one token, 2 ranks, `device_map="fastest"`',
-        *("decode, batch 1", ONE_PROCESS, 'drumline, "fastest"'),
+        *("decode, batch 1", TWO_THREADS, 'drumline, "fastest"'),
     ),
     inference(
         "32 tokens at a time, 2 ranks", "decode, batch 32", "transformers' pipeline parallel"
@@ -86,7 +87,7 @@ PICKS = (
     too_big("llama.cpp RPC"),
     too_big("transformers, mapped"),
     DecodePick(
-        *("one token, `drumline serve`, 2 ranks, 32 clients", "serve", {"clients": 32}, "ms"),
+        *("one of the tokens of 32 clients, `drumline serve`", "serve", {"clients": 32}, "ms"),
         *(RATE, RATE, "vLLM", "drumline, 2 ranks", "server"),
     ),
     Pick(

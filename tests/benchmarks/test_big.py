@@ -23,14 +23,14 @@ def test_a_row_compares_the_plan_with_what_was_measured_and_leaves_out_what_was_
     rows = {big.OURS: ours, big.ALONE: alone, big.OFFLOAD: failed}
     big.add(table, rows, alone, "1gbit, 0 ms", {"first_s": 1.0, "token_s": 0.4})
     first, _, third = (dict(zip(big.COLUMNS, row, strict=True)) for row in table.rows)
-    assert (first["of the plan (s)"], first["plan / seen"], first["ratio"]) == (1, 0.5, 2)
+    assert (first["of the plan (s)"], first["plan / seen"], first["this / peer"]) == (1, 0.5, 2)
     assert (first["tokens/s"], first["of the plan"], first["plan / seen, tokens/s"]) == (
         2,
         2.5,
         1.25,
     )
     assert first["right"] == "yes" and first["commands"] == 2
-    assert (third["right"], third["tokens/s"], third["ratio"]) == (failed["failed"], "", "")
+    assert (third["right"], third["tokens/s"], third["this / peer"]) == (failed["failed"], "", "")
 
 
 def test_what_llama_bench_prints_of_its_progress_gives_seconds_and_bytes():
