@@ -325,13 +325,16 @@ release: uv
 	@$(CLEAN)/python -m pip install --quiet $(PIP_OPTIONS) dist/*$$(uname -m).whl
 	@cd $(RELEASE) && ! $(CLEAN)/drumline plan --model . --memory 1GiB 2> plan.log
 	@grep -F "pip install 'drumline[models]'" $(RELEASE)/plan.log
-	@$(RELEASE)/tools/bin/cyclonedx-py environment $(RELEASE)/clean/bin/python -o dist/sbom.cdx.json
 	@for extra in $(EXTRAS); do echo "== resolving [$$extra]"; \
 	  $(CLEAN)/python -m pip install --quiet --dry-run "$$(echo dist/*$$(uname -m).whl)[$$extra]" || exit 1; done
 	@echo "== installing [$(INSTALLED_EXTRAS)]"
 	@$(CLEAN)/python -m pip install --quiet $(PIP_OPTIONS) "$$(echo dist/*$$(uname -m).whl)[$(INSTALLED_EXTRAS)]"
 	@cd $(RELEASE) && $(CLEAN)/python -c \
 	  "import accelerate, argcomplete, gguf, matplotlib, drumline.serving.app"
+	@$(RELEASE)/tools/bin/cyclonedx-py environment $(RELEASE)/clean/bin/python -o dist/sbom.cdx.json
+	@echo "== installing the sdist in the wheel's place"
+	@$(CLEAN)/python -m pip install --quiet --no-deps --force-reinstall dist/*.tar.gz
+	@cd $(RELEASE) && $(CLEAN)/drumline run -n 2 $(CURDIR)/examples/02_allreduce.py
 	@$(RELEASE)/tools/bin/python -m twine check --strict dist/*.whl dist/*.tar.gz
 	@cd dist && sha256sum *.whl *.tar.gz *.json > SHA256SUMS && cat SHA256SUMS
 

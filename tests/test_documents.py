@@ -311,7 +311,8 @@ def test_the_package_is_what_the_documents_install():
     _, _, rest = (ROOT / "pyproject.toml").read_text().partition("optional-dependencies]")
     offered = set(re.findall(r"^(\w+) = \[", rest.partition("\n[")[0], re.MULTILINE))
     text = "".join(document.read_text() for document in DOCUMENTS)
-    named = {name for extras in re.findall(r'"\.\[(.*?)\]"', text) for name in extras.split(",")}
+    extras = re.findall(r'(?:"\.|whl\)|drumline)\[([\w,]+)\]', text)
+    named = {name for names in extras for name in names.split(",")}
     assert named and named <= offered
 
 
