@@ -173,7 +173,8 @@ def test_the_tutorials_model_runs_on_two_machines(hosts, commands, tmp_path):
     assert len(tokens.split(",")) == 13
 
 
-def test_a_job_that_is_stopped_saves_the_step_of_all_ranks(warm, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_job_that_is_stopped_saves_the_step_of_all_ranks(warm, tmp_path, number):
     (script,) = [text for _, text in FILE.findall((ROOT / "docs" / "training.md").read_text())]
     (tmp_path / "resume.py").write_text(
         script.replace('"checkpoint.pt", 300', '"checkpoint.pt", 10**9')
@@ -181,9 +182,9 @@ def test_a_job_that_is_stopped_saves_the_step_of_all_ranks(warm, tmp_path):
     words = ["-m", "launcher", "run", "-n", "2", "resume.py"]
     job = warm.start(*words, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path)
     assert job.stdout.readline().startswith("[0] step 100: loss")
-    job.send_signal(signal.SIGTERM)
+    job.send_signal(number)
     output, _ = job.communicate(100)
-    assert "saved step" in output and job.returncode == 143
+    assert "saved step" in output and job.returncode == 128 + number
     assert (tmp_path / "checkpoint.pt").exists()
 
 

@@ -141,7 +141,7 @@ def _from(mesh: Any) -> Mesh:
         return Mesh(dict(zip(axis_names(mesh), mesh.shape, strict=True)), ranks)
     raise PlanError(
         f"mesh={mesh!r} is not a mesh, and is not ignored; give sizes by axis, such as "
-        '{"dp_shard": 2, "tp": 2}, or a torch DeviceMesh.'
+        '{"pp": 2, "tp": 2}, or a torch DeviceMesh.'
     )
 
 

@@ -121,7 +121,7 @@ def load(
     reader: "each", "node" or "rank0" reads for the others, which need no file then.
     disable_mmap: read weights into memory, in huge pages, where whole layers on the CPU would
         otherwise be pages of the files, as in transformers: it takes longer, then a token takes
-        up to a tenth less, and the files may change.
+        up to an eighth less, and the files may change.
     progress: a bar on the master that counts the bytes of all ranks; on a terminal only, if None.
         There is none where layers are sharded.
     backend: what moves the hidden states, see Communicator; the best that every rank has, which
