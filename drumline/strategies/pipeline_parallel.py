@@ -136,7 +136,7 @@ def _load_weights(
     if slow and coor.is_master():
         log.warning(
             "rank 0: %d weights of %s stay in the few bits that are stored, in a form (that of %s) "
-            "that each operation unpacks by torch, which takes most of the time of a token on a "
+            "that each operation unpacks anew, which takes most of the time of a token on a "
             "CPU; dequantize=True computes them once, where there is memory for it.",
             len(slow),
             files.path,
