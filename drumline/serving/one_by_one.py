@@ -63,14 +63,20 @@ def generate_ahead(
     tokens: Sequence[int],
     num_ahead: int,
     take: Callable[[int], Any],
+    check: Callable[[torch.Tensor], Any],
     has_ended: Callable[[], bool],
 ) -> None:
     """Generate greedily behind the tokens until has_ended(), in fewer passes where the text repeats
     itself: each tries up to num_ahead tokens that followed the last ones before.
 
-    take(token): called with each token, in their order. Raises what generate() raises.
+    take(token): called with each token, in their order. check(logits): with those before each, and
+    before each that is tried, [1, vocabulary]. Raises what generate() raises.
     """
     num_taken = len(tokens)
+
+    def checked(_: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        check(logits)
+        return logits
 
     def is_over(row: torch.Tensor) -> bool:
         nonlocal num_taken
@@ -79,7 +85,8 @@ def generate_ahead(
         num_taken = row.shape[1]
         return has_ended()
 
-    _generate(model, Prompt(tokens), is_over, {"prompt_lookup_num_tokens": num_ahead})
+    settings = {"prompt_lookup_num_tokens": num_ahead}
+    _generate(model, Prompt(tokens), is_over, settings, logits_processor=[checked])
 
 
 @torch.no_grad()

@@ -114,9 +114,8 @@ class TokenSampler:
         """The next token. logits: [vocabulary]."""
         raw = logits.float()
         logits = self._changed(raw)
-        if self.params.temperature == 0:
-            token = int(logits.argmax())
-        else:
+        token = best_tokens(logits[None])[0] if self.params.temperature == 0 else -1
+        if token < 0:  # it is drawn, which is an error where logits are NaN
             # The maximum is subtracted so that no temperature makes a logit infinite.
             logits = truncated(self.params, logits - logits.max())
             probabilities = torch.softmax(logits, 0)
@@ -146,6 +145,13 @@ class TokenSampler:
             tokens = torch.tensor([*bias], device=device)
             logits = logits.index_add(0, tokens, torch.tensor([*bias.values()], device=device))
         return logits if self.grammar is None else self.grammar.mask(logits)
+
+
+def best_tokens(logits: torch.Tensor) -> list[int]:
+    """The most likely token of each row, -1 of one that has NaN. logits: [rows, vocabulary]."""
+    values, tokens = logits.max(-1)
+    best: list[int] = tokens.masked_fill(values.isnan(), -1).tolist()
+    return best
 
 
 def truncated(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:

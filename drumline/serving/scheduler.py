@@ -31,7 +31,7 @@ from drumline.errors import DrumlineError, PeerLost, PlanError
 from drumline.pipeline.paged_generation import tried_manager
 from drumline.serving.grammar import JsonGrammar
 from drumline.serving.one_by_one import Prompt, generate_ahead, generate_alone, score_prompt
-from drumline.serving.sampling import SamplingParams, TokenLogprob, TokenSampler
+from drumline.serving.sampling import SamplingParams, TokenLogprob, TokenSampler, best_tokens
 
 log = logging.getLogger("drumline")
 
@@ -394,8 +394,13 @@ class BatchScheduler(Scheduler):
         def has_ended() -> bool:
             return item.is_done or not self._may_look_ahead(item)
 
+        def check(logits: torch.Tensor) -> None:
+            if logits.max().isnan():
+                item.sample(logits[0])  # which ends it with the error
+
+        num_ahead = self.limits.prompt_lookup
         try:
-            generate_ahead(self._model, item.tokens, self.limits.prompt_lookup, take, has_ended)
+            generate_ahead(self._model, item.tokens, num_ahead, take, check, has_ended)
         except PeerLost:
             raise
         except Exception as error:
@@ -422,9 +427,11 @@ class BatchScheduler(Scheduler):
     ) -> list[int]:
         """The next tokens, by the samplers of their sequences, which get them at once."""
         items = [self._open.get(int(name)) for name in names_with_token]
-        tokens: list[int] = logits.argmax(-1).tolist()
+        tokens = best_tokens(logits)
         for row, item in enumerate(items):
-            if item is not None and not item.sampler.is_greedy:
+            if item is None:
+                tokens[row] = 0  # which nobody gets
+            elif tokens[row] < 0 or not item.sampler.is_greedy:
                 tokens[row] = item.sample(logits[row])
         with self._lock:
             self.largest_batch = max(self.largest_batch, len(names))

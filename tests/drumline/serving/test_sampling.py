@@ -106,3 +106,11 @@ def test_the_tokens_that_are_left_out_are_those_of_transformers(top_k, top_p, mi
     params = SamplingParams(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p)
     expected = LogitsProcessorList(warpers)(None, logits[None])[0]
     assert torch.equal(truncated(params, logits), expected)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_logits_that_are_no_numbers_are_an_error(temperature):
+    """Without a temperature there were tokens, and log-probabilities that are no JSON."""
+    sampler = TokenSampler(SamplingParams(temperature=temperature, num_logprobs=1))
+    with pytest.raises(RuntimeError, match="nan"):
+        sampler.sample(LOGITS * torch.nan)

@@ -469,6 +469,17 @@ def test_an_error_of_one_sequence_ends_no_other_of_its_batch(plain, loaded):
     assert scheduler.largest_batch == 3
 
 
+@pytest.mark.parametrize("looks_ahead", [True, False])
+def test_a_greedy_sequence_ends_with_an_error_where_its_logits_are_no_numbers(loaded, looks_ahead):
+    """It went on with the first token of all, to its end."""
+    with scheduling(loaded, LOOKUP if looks_ahead else LIMITS) as (scheduler, _):
+        with loaded.lm_head.register_forward_hook(lambda *call: call[2] * torch.nan):
+            (client,) = submit(scheduler, Client(REPEATED))
+            assert client.tokens() == [] and "nan" in str(client.reason)
+        (other,) = submit(scheduler, Client([5]))
+        assert len(other.tokens()) == 9 and scheduler.limits.prompt_lookup == 4 * looks_ahead
+
+
 def test_the_environment_of_a_rank_stays_as_it_is(loaded, monkeypatch):
     """transformers set a variable of NCCL, with a warning, where WORLD_SIZE is more than 1."""
     monkeypatch.setenv("WORLD_SIZE", "2")
