@@ -281,7 +281,6 @@ class BatchScheduler(Scheduler):
         self._model, self._chunk = model, limits.max_length
         self._alone = ThreadPoolExecutor(1)  # for what has passes of its own
         self._waiting, self._batch_of = collections.deque[int](), dict[int, Any]()
-        self._num_places = -(-limits.max_running // limits.num_batches)  # of each batch
         self._batches = self._made_batches(model)
         self._threads = [threading.Thread(target=self._run, args=(b,)) for b in self._batches]
         for batch, thread in zip(self._batches, self._threads, strict=True):
@@ -311,7 +310,7 @@ class BatchScheduler(Scheduler):
             share=1 / limits.num_batches,
             tokens_beside=beside,
             page_size=PAGE_SIZE,
-            max_requests_per_batch=self._num_places,
+            max_requests_per_batch=-(-limits.max_running // limits.num_batches),
             max_batch_tokens=limits.max_running + alone,
         )
         try:
@@ -352,11 +351,8 @@ class BatchScheduler(Scheduler):
 
     def _fill_places(self) -> None:
         """Add sequences that wait to the batches that have places for them."""
-        while self._waiting:
-            loads = [*self._batch_of.values()]
-            batch = min(self._batches, key=loads.count)
-            if loads.count(batch) >= self._num_places:
-                return
+        while self._waiting and len(self._batch_of) < self.limits.max_running:
+            batch = min(self._batches, key=[*self._batch_of.values()].count)
             if (number := self._waiting.popleft()) in self._open:
                 self._add(number, batch)
 

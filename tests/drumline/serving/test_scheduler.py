@@ -216,6 +216,17 @@ def test_a_sequence_that_waits_gets_the_first_place_of_any_batch(plain, loaded):
     assert texts == [alone(plain, [5, 6, 7 + number]) for number in range(6)]
 
 
+def test_no_more_sequences_run_than_the_limit_whatever_the_number_of_batches(loaded):
+    """Each batch had its part of them, rounded up."""
+    limits = ServingLimits(max_length=2000, max_running=3, num_batches=2)
+    with scheduling(loaded, limits) as (scheduler, _):
+        clients = submit(scheduler, *(Client([5 + number], ENDLESS) for number in range(4)))
+        assert all(client.has_begun.wait(60) for client in clients[:3])
+        assert len(scheduler._batch_of) == 3 and not clients[3].has_begun.is_set()
+        clients[0].sequence.cancel()
+        assert clients[3].has_begun.wait(60)
+
+
 def test_of_sequences_that_cannot_all_be_started_none_is_left(loaded, monkeypatch):
     """Those that were ran for nobody, and the others stayed in the queue for ever."""
     with scheduling(loaded) as (scheduler, _):
