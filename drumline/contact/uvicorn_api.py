@@ -31,6 +31,9 @@ def server(settings: Any) -> Any:
     return made
 
 
+MAX_UNREAD_NBYTES = 64 << 10  # of requests that come while one is answered
+
+
 class HttpConnection(H11Protocol):  # type: ignore[misc]
     """A connection of uvicorn's, whose requests have one length each, in our words."""
 
@@ -41,6 +44,11 @@ class HttpConnection(H11Protocol):  # type: ignore[misc]
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.on_turn()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)  # which pauses reading; an application that waits resumes it
+        if self.is_answering() and len(self.conn.trailing_data[0]) > MAX_UNREAD_NBYTES:
+            self.close_at_once()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

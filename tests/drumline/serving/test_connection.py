@@ -200,3 +200,13 @@ def test_requests_that_are_sent_at_once_are_answered_in_their_order(connect):
     lines = received(client).split(b"\r\n")
     bodies = [int(line.removesuffix(b"HTTP/1.1 200 OK")) for line in lines if line[:1].isdigit()]
     assert bodies == [*range(50), 0]
+
+
+def test_a_client_that_sends_on_and_on_before_it_has_its_answer_is_left(connect):
+    """All of it was kept, and each look for the client's end had more of it read."""
+    client = connect(get("/wait"))
+    wait_until(lambda: connect.app.num_waiting)
+    with contextlib.suppress(ConnectionError):
+        client.sendall(GET * (1 << 16))
+    wait_until(lambda: connect.num_open() == 0)
+    assert answer(connect(get("/end"))) == (200, b"0")
