@@ -87,6 +87,7 @@ class Service:
         self.names, self.name = names, names[0]
         self.tokenizer, self.limits, self._sampling = tokenizer, limits, sampling
         self.created = int(time.time())
+        self.is_stopping = False  # and no report follows
         self._bodies_nbytes = 0
         self._long_body_thread = ThreadPoolExecutor(1)
         self.scheduler = RemoteScheduler(limits) if model is None else BatchScheduler(model, limits)
@@ -111,13 +112,16 @@ class Service:
     async def get_status(self, request: Request) -> Response:
         """A stream of reports; the last one tells of the rank that failed."""
 
+        def is_last() -> bool:
+            return self.is_stopping or self.scheduler.failure is not None
+
         async def reports() -> AsyncIterator[str]:
-            has_failed = False
-            while not (has_failed or await request.is_disconnected()):
-                has_failed = self.scheduler.failure is not None
+            has_ended = False
+            while not (has_ended or await request.is_disconnected()):
+                has_ended = is_last()
                 yield f"data: {self.status.to_json()}\n\n"
                 for _ in range(REPORT_POLLS):
-                    if self.scheduler.failure is None:
+                    if not is_last():
                         await asyncio.sleep(REPORT_S / REPORT_POLLS)
 
         return StreamingResponse(reports(), media_type="text/event-stream")

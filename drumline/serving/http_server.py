@@ -381,6 +381,7 @@ def _monitored(service: Any, server: Any) -> Iterator[None]:
             service.status.sample()
             if service.scheduler.failure is not None:
                 server.should_exit = True
+            service.is_stopping = server.should_exit
             drain_s -= poll_s * server.should_exit
             if drain_s < 0:
                 service.close()

@@ -397,17 +397,21 @@ def test_an_unreadable_body_is_an_error_in_openais_form(server, body):
     assert json.load(raised.value)["error"]["type"] == "invalid_request_error"
 
 
+async def _is_disconnected():
+    return False
+
+
+CONNECTED = SimpleNamespace(is_disconnected=_is_disconnected)
+
+
 def test_the_state_is_reported_once_more_as_soon_as_a_rank_fails():
     """It came up to a second later, when the server may have ended."""
 
-    async def is_disconnected():
-        return False
-
     async def reports():
         loop, ranks = asyncio.get_running_loop(), SimpleNamespace(failure=None)
-        service = SimpleNamespace(scheduler=ranks, status=SimpleNamespace(to_json=lambda: "{}"))
-        request = SimpleNamespace(is_disconnected=is_disconnected)
-        response = await app.Service.get_status(service, request)
+        status = SimpleNamespace(to_json=lambda: "{}")
+        service = SimpleNamespace(scheduler=ranks, status=status, is_stopping=False)
+        response = await app.Service.get_status(service, CONNECTED)
         loop.call_later(0.05, setattr, ranks, "failure", "rank 1 is gone")
         began_s = loop.time()
         return [loop.time() - began_s async for _ in response.body_iterator]
@@ -642,6 +646,20 @@ def test_a_request_that_outlasts_the_grace_period_ends_with_an_error(plain, load
         with http_server._monitored(service, SimpleNamespace(should_exit=True)):
             assert has_ended.wait(30)
     assert "is being stopped" in reasons[0] and len(generation.new_tokens) < 1900
+
+
+def test_the_reports_end_as_soon_as_the_server_stops(held):
+    """A page that was open kept the server for seconds, and ended with a traceback in its log."""
+
+    async def reports():
+        server = SimpleNamespace(should_exit=False)
+        response = await held.get_status(CONNECTED)
+        with http_server._monitored(held, server):
+            await anext(response.body_iterator)
+            server.should_exit = True
+            return [report async for report in response.body_iterator]
+
+    assert len(asyncio.run(asyncio.wait_for(reports(), 30))) == 1
 
 
 def test_health_and_metrics_report_the_requests_so_far(server, complete):
