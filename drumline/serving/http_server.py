@@ -384,7 +384,7 @@ def _monitored(service: Any, server: Any) -> Iterator[None]:
             service.is_stopping = server.should_exit
             drain_s -= poll_s * server.should_exit
             if drain_s < 0:
-                service.close()
+                service.scheduler.close()  # alone: bodies that are still read are refused by it
                 return
 
     monitor_thread = threading.Thread(target=monitor)

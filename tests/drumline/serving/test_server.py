@@ -648,6 +648,17 @@ def test_a_request_that_outlasts_the_grace_period_ends_with_an_error(plain, load
     assert "is being stopped" in reasons[0] and len(generation.new_tokens) < 1900
 
 
+def test_a_long_body_that_comes_while_the_server_stops_is_refused_by_503(held, monkeypatch):
+    """It was answered as a mistake of the server."""
+    monkeypatch.setattr(timings, "TIMINGS", ModelTimings(drain_s=0))
+    with http_server._monitored(held, SimpleNamespace(should_exit=True)):
+        until = time.monotonic() + 30
+        while held.scheduler._closed_by is None and time.monotonic() < until:
+            time.sleep(0.01)
+    status, text = asyncio.run(respond(held, LONG))
+    assert status == 503 and "is being stopped" in text
+
+
 def test_the_reports_end_as_soon_as_the_server_stops(held):
     """A page that was open kept the server for seconds, and ended with a traceback in its log."""
 
