@@ -166,9 +166,8 @@ class Service:
 
     async def count_tokens(self, request: Request) -> dict[str, int]:
         kind, tokenize = protocol.ChatCompletionRequest, self.prompts.of_chat
-        _, (tokens,) = await self._read(
-            kind, request, tokenize, anthropic_messages.parse_count_request
-        )
+        parse = anthropic_messages.parse_count_request
+        _, (tokens,) = await self._read(kind, request, tokenize, parse, generates=False)
         return {"input_tokens": len(tokens)}
 
     async def _create_chat(
@@ -182,12 +181,12 @@ class Service:
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
         kind, tokenize = protocol.TokenizeRequest, self.prompts.of_completion
-        _, (tokens,) = await self._read(kind, request, tokenize)
+        _, (tokens,) = await self._read(kind, request, tokenize, generates=False)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": self.limits.max_length}
 
     async def detokenize(self, request: Request) -> dict[str, str]:
         kind, check = protocol.DetokenizeRequest, self.prompts.of_tokens
-        _, (tokens,) = await self._read(kind, request, check)
+        _, (tokens,) = await self._read(kind, request, check, generates=False)
         return {"prompt": self.tokenizer.decode(tokens)}
 
     async def get_version(self) -> dict[str, str]:
@@ -199,12 +198,16 @@ class Service:
         request: Request,
         tokenize: Callable[[Any], Prompts],
         parse: Parse = protocol.parse,
+        generates: bool = True,
     ) -> tuple[Any, Prompts]:
-        """The request and its prompts; those of long bodies are made one after the other."""
+        """The request and its prompts; those of long bodies are made one after the other.
+
+        generates: whether it needs a place in the queue.
+        """
         content, body_s = bytearray(), timings.TIMINGS.body_s
 
         def prepare() -> tuple[Any, Prompts]:
-            body = self._validated(kind, parse(content))
+            body = self._validated(kind, parse(content), generates)
             return body, tokenize(body)
 
         try:
@@ -227,14 +230,16 @@ class Service:
             if self._bodies_nbytes > MAX_BODIES_NBYTES and len(content) > SHORT_BODY_NBYTES:
                 raise ServerBusy("Too many large request bodies are in progress; retry later.")
 
-    def _validated(self, kind: type[Any], fields: dict[str, Any]) -> Any:
+    def _validated(self, kind: type[Any], fields: dict[str, Any], generates: bool) -> Any:
         """The request. Prompts are counted before they are validated, as there may be many."""
-        self.scheduler.check_capacity(len(protocol.prompts_of(fields.get("prompt"))))
+        if generates:
+            self.scheduler.check_capacity(len(protocol.prompts_of(fields.get("prompt"))))
         body = protocol.validate(kind, fields, max(self.limits.max_length, MIN_ITEMS))
         if body.model is not None:
             self._check_name(body.model)
-        prompts = protocol.prompts_of(getattr(body, "prompt", None))
-        self.scheduler.check_capacity(len(prompts) * getattr(body, "n", 1))
+        if generates:
+            prompts = protocol.prompts_of(getattr(body, "prompt", None))
+            self.scheduler.check_capacity(len(prompts) * body.n)
         return body
 
     def _check_name(self, name: str) -> None:

@@ -673,6 +673,28 @@ def test_the_reports_end_as_soon_as_the_server_stops(held):
     assert len(asyncio.run(asyncio.wait_for(reports(), 30))) == 1
 
 
+def test_tokens_are_counted_and_told_while_the_queue_is_full(held, monkeypatch):
+    """They were refused, as if they were to wait in it."""
+
+    def refuse(_):
+        raise scheduler.ServerBusy("full")
+
+    def answer(handler, body):
+        async def stream():
+            yield json.dumps(body).encode()
+
+        return asyncio.run(handler(SimpleNamespace(stream=stream)))
+
+    monkeypatch.setattr(held.scheduler, "check_capacity", refuse)
+    messages = [{"role": "user", "content": "5 6"}]
+    chat = {"model": "llama", "messages": messages, "max_tokens": 1}
+    assert answer(held.tokenize, {"prompt": "5 6"})["tokens"] == [5, 6]
+    assert answer(held.detokenize, {"tokens": [5, 6]}) == {"prompt": "5 6"}
+    assert answer(held.count_tokens, chat) == {"input_tokens": 2}
+    with pytest.raises(scheduler.ServerBusy):
+        answer(held.create_message, chat)
+
+
 def test_health_and_metrics_report_the_requests_so_far(server, complete):
     with urllib.request.urlopen(f"{server[1]}/health", timeout=10) as answer:
         assert json.load(answer) == {"status": "ok", "ranks_missing": 0}
