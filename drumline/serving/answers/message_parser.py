@@ -147,7 +147,10 @@ def message_parser(
     if request.json_schema is not None or getattr(tokenizer, "response_template", None) is None:
         return PlainText()
     text = tokenizer.decode(prompt)
-    parser = tokenizer.get_response_parser(prefix=text, tools=request.tools)
+    try:
+        parser = tokenizer.get_response_parser(prefix=text, tools=request.tools)
+    except UNPARSED:  # the beginning of the answer, in the prompt, is not what its template says
+        return PlainText()
     is_continued = request.continue_final_message and text == text.rstrip()
     return TemplateParser(parser, None if request.parallel_tool_calls else 1, is_continued)
 

@@ -99,6 +99,12 @@ def test_the_space_behind_a_text_that_is_continued_is_part_of_the_answer(
     assert merged(deltas)["content"] == content
 
 
+def test_a_text_is_continued_that_the_template_cannot_parse():
+    """It was an error of the server."""
+    begun = "<tool_call>{'a': 1}</tool_call>"
+    assert parsed("Paris", None, Qwen(begun), continue_final_message=True) == [{"content": "Paris"}]
+
+
 def test_a_request_may_have_one_call_at_most():
     message = merged(parsed(ANSWER, parallel_tool_calls=False))
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
