@@ -97,12 +97,19 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _generate(options: argparse.Namespace) -> None:
+    from drumline.errors import DrumlineError
+
     _check_model(options)
     module = "drumline.cli.generate"
     job = _job_of_nodes(options, CALL, module)
     prompt = options.prompt
     if prompt == "-" and launcher.current().rank == 0 and not options.node_rank:  # rank 0's alone
-        prompt = sys.stdin.read().removesuffix("\n")
+        try:
+            prompt = sys.stdin.read().removesuffix("\n") if sys.stdin else ""
+        except UnicodeError as error:
+            raise DrumlineError(
+                f"rank 0: the prompt is not valid text ({error}); write it in UTF-8."
+            ) from error
     arguments = (options.model, prompt, options.max_new_tokens, options.seed)
     _on_ranks(options, job, module, "generate_text", arguments, _settings(options))
 

@@ -279,6 +279,19 @@ def test_a_prompt_of_a_dash_is_read_from_the_standard_input(with_tokenizer, caps
     assert "5 6 7 55 54 10" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"5 \xff", "not valid text"), (None, "no tokens")]
+)
+def test_a_standard_input_without_text_is_no_prompt(
+    with_tokenizer, capsys, monkeypatch, content, message
+):
+    """It was a traceback. None is the content of one that is closed."""
+    stdin = None if content is None else io.TextIOWrapper(io.BytesIO(content), "utf-8")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert main(["generate", "--model", str(with_tokenizer), "--prompt", "-"]) == 1
+    assert message in capsys.readouterr().err
+
+
 def test_an_adapter_beside_the_model_is_merged_where_it_is_named(with_tokenizer, tmp_path, capsys):
     plain = LlamaForCausalLM.from_pretrained(with_tokenizer)
     make_adapter(tmp_path / "adapter", plain, LINEAR)
