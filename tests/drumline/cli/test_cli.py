@@ -515,6 +515,8 @@ def test_from_pretrained_options_of_the_config_are_used(checkpoints, tmp_path, i
     ("options", "message"),
     [
         (["--host", "0.0.0.0"], "there is no key"),
+        (["--api-key-file", "two lines"], "characters that no header has"),
+        (["--api-key-file", "umlaut"], "characters that no header has"),
         (["--api-key-file", "/dev/null"], "is empty"),
         (["--api-key-file", "/dev/null/key"], "cannot be read"),
         (["--api-key-file", "/dev/zero"], "File too large"),
@@ -531,6 +533,8 @@ def test_serve_with_impossible_options_does_not_start(
     _import_serving()
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
+    for name, key in {"two lines": "5\n6", "umlaut": "ä"}.items():
+        Path(name).write_text(key)
     assert main(["serve", "--model", str(checkpoints.llama()[1]), *options]) == 1
     assert message in capsys.readouterr().err
 
