@@ -282,7 +282,7 @@ def _bound(host: str, port: int) -> socket.socket:
             listener = stack.enter_context(socket.socket(family, kind))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:
             raise DrumlineError(
                 f"rank 0: cannot serve at {host}, port {port}: {error}; give another --host or "
                 "--port."

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 import launcher
 from drumline import timings
+from drumline.errors import DrumlineError
 from drumline.serving import http_server as http_server
 from drumline.serving import protocol, scheduler
 from drumline.serving.sampling import SamplingParams
@@ -475,6 +476,12 @@ def test_a_huge_request_is_rejected_while_others_are_answered(server, path, fiel
     status, error = answer.result()
     assert status == 400 and error["type"] == "invalid_request_error" and error["message"]
     assert max(most, memory_nbytes()) - before < 200 << 20
+
+
+def test_a_host_that_no_name_has_is_refused():
+    """It was a traceback."""
+    with pytest.raises(DrumlineError, match="cannot serve at"):
+        http_server._bound("a..b", 0)
 
 
 def test_nine_hundred_half_requests_leave_the_server_reachable(server):
