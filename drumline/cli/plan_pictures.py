@@ -32,7 +32,7 @@ def _rows(device_map: DeviceMap) -> Iterator[str]:
     for (rank, device), nbytes in sizes.items():
         modules = "".join(
             MODULE.format(
-                name=html.escape(name), size=format_nbytes(size), width=100 * size / nbytes
+                name=html.escape(name), size=format_nbytes(size), width=100 * size / (nbytes or 1)
             )
             for name, size in _modules(device_map, (rank, device))
         )

@@ -32,7 +32,9 @@ from transformers import (
 import drumline
 import launcher
 from drumline.cli import DELEGATED, cache, command_options, main, parser
+from drumline.cli.plan_pictures import write_html
 from drumline.cli.run_script import load_over_all_ranks
+from drumline.core.device_map import DeviceMap
 from drumline.strategies.with_model import num_positions
 from tests.drumline.conftest import LLAMA
 from tests.drumline.weight_formats.test_lora_adapter import LINEAR, make_adapter
@@ -70,6 +72,12 @@ def test_plan_draws_a_picture_and_a_page_of_its_own(checkpoints, capsys, tmp_pat
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(command) == 1 and "drumline[plot]" in capsys.readouterr().err
+
+
+def test_a_page_shows_a_place_of_no_bytes(tmp_path):
+    device_map = DeviceMap({"a": (0, "cpu")}, {"a": 0}, {})
+    write_html(device_map, "", tmp_path / "map.html")
+    assert "rank 0 cpu" in (tmp_path / "map.html").read_text()
 
 
 @pytest.mark.parametrize("place", ["missing/map.html", "."])
