@@ -231,7 +231,10 @@ class Supervisor:
             return
         rank.record = record
         if "failure" in record:
-            self.output.log(rank.info.rank, record["failure"]["traceback"])
+            try:
+                self.output.log(rank.info.rank, record["failure"]["traceback"])
+            except OSError as error:  # the failure is told all the same
+                self.output.notice(f"{error.filename} cannot be written: {error.strerror}")
             self._read_earlier_deaths()
             self._on_failure(rank)
 

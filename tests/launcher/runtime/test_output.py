@@ -90,6 +90,19 @@ def test_log_dir_has_a_file_per_rank_and_stream_with_unchanged_bytes(command, tm
     assert ended.code == 1 and "[0 err] err 0" in ended.err
 
 
+
+
+def test_a_failure_is_told_and_restarted_though_its_log_is_on_a_full_disk(command, tmp_path):
+    """The launch ended with the code of a usage error and the name of the log alone."""
+    (logs := tmp_path / "logs").mkdir()
+    (logs / "rank-0.err").symlink_to("/dev/full")
+    options = ("--max-restarts", "1", "--log-dir", str(logs))
+    ended = command.run("run", "-n", "1", *options, command.script("raise ValueError('planned')"))
+    assert ended.code == 1 and "raised ValueError: planned" in ended.err
+    assert ended.err.count(f"{logs}/rank-0.err cannot be written: No space left on device") == 2
+    assert "restart 1 of 1" in ended.err
+
+
 def test_an_unwritable_log_dir_is_a_usage_error(command, usage_error, tmp_path):
     (tmp_path / "file").touch()
     logs = str(tmp_path / "file" / "logs")
