@@ -24,6 +24,7 @@ from typing import Any
 
 from launcher import timings
 from launcher.records.pipe_records import LineBuffer
+from launcher.runtime import rank_environment
 from launcher.runtime.output import prefix
 from launcher.runtime.rank_state import failed_on_request, without_launcher
 from launcher.system import descendants, linux
@@ -204,12 +205,13 @@ def _print(stream: str, rank: int | None, lines: list[bytes]) -> None:
 def _log_files(logs: Path, rank: int | None) -> Iterator[dict[str, FileIO]]:
     """The rank's log file of each stream, if there is a folder for them, and it can be written."""
     names = STREAMS if logs.is_dir() and rank is not None else ()
+    mode = "a" if rank_environment.RESTART_COUNT in os.environ else "w"
     files = {}
     with contextlib.ExitStack() as stack:
         for name in names:
             path = logs / f"rank-{rank}.{name}"
             try:
-                files[name] = stack.enter_context(FileIO(path, "w"))
+                files[name] = stack.enter_context(FileIO(path, mode))
             except OSError as error:
                 _report_unwritable(str(path), error)
         yield files

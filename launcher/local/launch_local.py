@@ -38,7 +38,7 @@ def launch_local(
         job = node_rendezvous.meet(job)
     linux.open_missing_streams()
     cpu_sets = cpu_affinity.assign_cpus(job.nprocs) if job.bind else []
-    output = Output(job.log_dir, job.nprocs, job.first_rank)
+    output = Output(job)
     for rank, cpu_set in enumerate(cpu_sets):
         output.notice(f"rank {rank}: {cpu_set}")
     plan, pipes = _prepare(job, cpu_sets, owns_process)

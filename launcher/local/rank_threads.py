@@ -113,7 +113,7 @@ def rank_streams(job: Job) -> Iterator[None]:
     The streams stay: print() of Python 3.11 crashes if its stream is freed meanwhile. After this
     context, what threads that still run print is lost.
     """
-    output, lock = Output(job.log_dir, job.nprocs), threading.Lock()
+    output, lock = Output(job), threading.Lock()
     streams = [
         RankStream(output, lock, "out", sys.stdout),
         RankStream(output, lock, "err", sys.stderr),

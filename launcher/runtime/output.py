@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from launcher import timings
+from launcher.job import Job
 from launcher.records.pipe_records import LineBuffer
 
 COLOURS = (36, 33, 32, 35, 34, 31)  # ECMA-48 foreground colours, one rank after another
@@ -28,7 +29,7 @@ LINE_NBYTES = 1 << 20  # a longer line is printed in parts
 class Output:
     """Writer of whole lines to our standard output and error, and of unchanged bytes to logs."""
 
-    def __init__(self, log_dir: str | None = None, nprocs: int = 0, first_rank: int = 0) -> None:
+    def __init__(self, job: Job | None = None) -> None:
         self._standard_streams = {
             "out": StandardStream(sys.stdout),
             "err": StandardStream(sys.stderr),
@@ -39,7 +40,7 @@ class Output:
         # Whose unfinished line the terminal shows, and since when it, or the last line, is there.
         self._cursor: tuple[int, str] | None = None
         self._line_began_s = time.monotonic()
-        self._logs = _open_logs(log_dir, nprocs, first_rank) if log_dir else {}
+        self._logs = _open_logs(job.log_dir, job) if job and job.log_dir else {}
 
     @property
     def is_full(self) -> bool:
@@ -185,13 +186,14 @@ def prefix(rank: int, stream: str, coloured: bool) -> bytes:
     return f"{text} ".encode()
 
 
-def _open_logs(folder: str, nprocs: int, first_rank: int) -> dict[tuple[int, str], FileIO]:
+def _open_logs(folder: str, job: Job) -> dict[tuple[int, str], FileIO]:
     """rank-0.out, rank-0.err and so on, unbuffered. Raises OSError if folder cannot be written."""
+    mode = "a" if job.restart_count else "w"
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         return {
-            (rank, stream): FileIO(Path(folder, f"rank-{rank}.{stream}"), "w")
-            for rank in range(first_rank, first_rank + nprocs)
+            (rank, stream): FileIO(Path(folder, f"rank-{rank}.{stream}"), mode)
+            for rank in range(job.first_rank, job.first_rank + job.nprocs)
             for stream in ("out", "err")
         }
     except OSError as error:

@@ -5,7 +5,8 @@ import sys
 from io import FileIO
 from pathlib import Path
 
-from launcher.external import rank_wrapper
+from launcher.external import rank_main, rank_wrapper
+from launcher.runtime import rank_environment
 
 ROOT = Path(__file__).parents[3]
 
@@ -53,3 +54,11 @@ def test_a_rank_may_print_more_than_a_pipe_takes_before_it_knows_who_it_is():
         [sys.executable, "-c", TALKS], capture_output=True, cwd=ROOT, timeout=20, check=True
     )
     assert done.stdout.splitlines() == [b"[3] " + b"x" * 200_000, b"[3] known"]
+
+
+def test_a_restart_leaves_the_log_of_the_attempt_before(monkeypatch, tmp_path):
+    for text in (b"first\n", b"second\n"):
+        with rank_wrapper._log_files(tmp_path, 0) as files:
+            rank_wrapper._log(files, "out", text)
+        monkeypatch.setenv(rank_environment.RESTART_COUNT, "1")
+    assert (tmp_path / "rank-0.out").read_bytes() == b"first\nsecond\n"

@@ -90,6 +90,18 @@ def test_log_dir_has_a_file_per_rank_and_stream_with_unchanged_bytes(command, tm
     assert ended.code == 1 and "[0 err] err 0" in ended.err
 
 
+def test_a_restart_leaves_the_logs_of_the_attempt_before(command, tmp_path):
+    """The first error could be read nowhere after the second."""
+    (logs := tmp_path / "logs").mkdir()
+    (logs / "rank-0.out").write_text("of an earlier launch\n")
+    script = command.script(
+        "import os\ncount = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint('attempt', count)\n"
+        "if count == '0': raise ValueError('planned')"
+    )
+    options = ("--max-restarts", "1", "--log-dir", str(logs))
+    ended = command.run("run", "-n", "1", *options, script)
+    assert ended.code == 0 and (logs / "rank-0.out").read_text() == "attempt 0\nattempt 1\n"
+    assert "ValueError: planned" in (logs / "rank-0.err").read_text()
 
 
 def test_a_failure_is_told_and_restarted_though_its_log_is_on_a_full_disk(command, tmp_path):
