@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -42,13 +41,14 @@ def run(backend: Any, job: Job) -> list[Any]:
     """
     shadowing.check(["."])  # `python -m` of each rank looks there first
     began_s, oom_kills = time.monotonic(), OomKills()
-    if job.nnodes > 1 and not getattr(backend, "STARTS_ALL_NODES", False):
-        job = node_rendezvous.meet(job)
     with temporary_folder("drumline-launch-") as (folder, holder_fd):
         job = replace(job, target=target.by_reference(job.target), results_dir=str(folder))
         if job.log_dir:
-            _link_logs(job.log_dir, folder)
+            output.check_log_folder(job.log_dir)
+            (folder / LOGS).symlink_to(Path(job.log_dir).absolute())
             job = replace(job, log_dir=None)
+        if job.nnodes > 1 and not getattr(backend, "STARTS_ALL_NODES", False):
+            job = node_rendezvous.meet(job)
         try:
             with _torch_port(job) as port_variables:
                 environ = {**environment(backend, job), **port_variables}
@@ -138,17 +138,6 @@ def _ended(name: str, code: int, failures: tuple[Failure, ...]) -> LaunchError:
         killed = f"was killed by {errors.signal_name(code - 128)}"
         text = f"{name}, or a process that it runs, {killed}"
     return LaunchError(text, failures, code)
-
-
-def _link_logs(log_dir: str, folder: Path) -> None:
-    """Link log_dir into folder for the wrapper of each rank: no backend needs to know of it."""
-    logs = Path(log_dir).absolute()
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=logs):  # refused here, and not by a rank later
-            (folder / LOGS).symlink_to(logs)
-    except OSError as error:
-        raise output.unwritable_logs(log_dir, error) from error
 
 
 def environment(backend: Any, job: Job) -> dict[str, str]:

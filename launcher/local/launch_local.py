@@ -16,7 +16,7 @@ from launcher.local.fork_server_handle import ForkServerHandle
 from launcher.local.launch_infos import infos_for_node
 from launcher.local.launch_watch import LaunchWatch
 from launcher.local.supervisor import LauncherPipes
-from launcher.runtime.output import Output
+from launcher.runtime.output import Output, check_log_folder
 from launcher.runtime.rank_process import RankPipes, RankSetup
 from launcher.system import linux, stop_signals
 
@@ -32,12 +32,14 @@ def launch_local(
     leave it as any Python program ends, by unwinding. watch: for other threads of the program.
     """
     _check_open_files(job)
+    cpu_sets = cpu_affinity.assign_cpus(job.nprocs) if job.bind else []
     if job.nnodes > 1 and job.secret is None:
         from launcher.external import node_rendezvous  # not needed by a launch of one node
 
+        if job.log_dir:
+            check_log_folder(job.log_dir)
         job = node_rendezvous.meet(job)
     linux.open_missing_streams()
-    cpu_sets = cpu_affinity.assign_cpus(job.nprocs) if job.bind else []
     output = Output(job)
     for rank, cpu_set in enumerate(cpu_sets):
         output.notice(f"rank {rank}: {cpu_set}")

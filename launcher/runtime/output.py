@@ -197,10 +197,22 @@ def _open_logs(folder: str, job: Job) -> dict[tuple[int, str], FileIO]:
             for stream in ("out", "err")
         }
     except OSError as error:
-        raise unwritable_logs(folder, error) from error
+        raise _unwritable_logs(folder, error) from error
 
 
-def unwritable_logs(folder: str, error: OSError) -> OSError:
+def check_log_folder(folder: str) -> None:
+    """Make the folder for logs. Raises OSError if it cannot be written."""
+    import tempfile  # not needed by a launch of one node
+
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _unwritable_logs(folder, error) from error
+
+
+def _unwritable_logs(folder: str, error: OSError) -> OSError:
     """The error to raise where the log folder, or a file in it, cannot be written."""
     return OSError(
         error.errno,

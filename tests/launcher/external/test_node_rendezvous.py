@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -28,10 +29,18 @@ from launcher.authentication.handshake import (
     authenticate,
 )
 from launcher.authentication.launch_token import LaunchToken
-from launcher.external import failed_rank, node_follower, node_leader, node_rendezvous
+from launcher.backends import torchrun
+from launcher.external import (
+    backend_launcher,
+    failed_rank,
+    node_follower,
+    node_leader,
+    node_rendezvous,
+)
 from launcher.external.node_messages import ASKS, NodeChannel, NodeDescription
 from launcher.job import Job, Target
 from launcher.launch_info import MAX_PORT
+from launcher.local import launch_local
 from launcher.system import stop_signals
 
 # One node of a launch, with every time a tenth: what its launcher says, and how that ends.
@@ -647,6 +656,28 @@ def test_a_machine_that_joins_where_no_command_runs_says_so_soon(monkeypatch, ca
 def test_a_name_that_no_host_can_have_is_an_error_at_once(quick):
     with pytest.raises(errors.LaunchError, match="is not a name of a host"):
         node_rendezvous.meet(dataclasses.replace(job(1), master_addr="a..b"))
+
+
+@pytest.mark.parametrize(
+    ("start", "values", "text"),
+    [
+        (launch_local.launch_local, {"log_dir": "/proc/none"}, "log folder '/proc/none' cannot be"),
+        (launch_local.launch_local, {"bind": True}, "2 ranks cannot be bound to 1 cores"),
+        (
+            functools.partial(backend_launcher.run, torchrun),
+            {"log_dir": "/proc/none"},
+            "log folder '/proc/none' cannot be",
+        ),
+    ],
+)
+def test_a_node_that_cannot_start_ranks_says_so_before_it_meets_the_others(
+    monkeypatch, start, values, text
+):
+    """They started theirs, and waited for its ranks until their deadline."""
+    monkeypatch.setattr(node_rendezvous, "meet", lambda _: pytest.fail("it has met them"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    with pytest.raises((OSError, ValueError), match=text):
+        start(job(1, **values))
 
 
 # ---- the launcher that starts the ranks of each node itself ----
