@@ -1,4 +1,4 @@
-"""A rank that fails before all ranks of several machines have met, told to the others.
+"""A rank that fails or is stopped before all of several machines have met, told to the others.
 
 with telling_other_nodes(job) as tell:
     supervise(on_failure=tell)
@@ -75,7 +75,7 @@ def _join(threads: Iterable[threading.Thread]) -> None:
         thread.join(timings.TIMINGS.node_connect_s)
         if thread.is_alive():
             limit_s = timings.TIMINGS.node_end_s
-            notice(f"telling the other nodes that a rank has failed: {limit_s:g} s at most")
+            notice(f"telling the other nodes why this one ends: {limit_s:g} s at most")
         thread.join()
 
 

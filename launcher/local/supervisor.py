@@ -99,9 +99,14 @@ class Supervisor:
         reason = self.reason
         if reason is None and any(rank.is_running for rank in self.ranks):
             reason = outcome.server_ended(server_status)
-        if reason is not None and not (self.is_ending or self.ranks[0].has_met):  # none told of it
-            self.on_failure(replace(self.ranks[0].failure(self.began_s), message=str(reason(()))))
+        if reason is not None:
+            self._tell_other_nodes(str(reason(())))
         return outcome.results_or_raise(self.job, self.ranks, self.began_s, reason, self.oom_kills)
+
+    def _tell_other_nodes(self, why: str) -> None:
+        """Say why this one ends, unless they know it, or will see it by their connections."""
+        if not (self.is_ending or self.ranks[0].has_met):
+            self.on_failure(replace(self.ranks[0].failure(self.began_s), message=why))
 
     def _poll_once(self) -> None:
         """Wait for an event or a timer, and handle it."""
@@ -216,7 +221,9 @@ class Supervisor:
             yield
         except OSError as error:
             self.output.give_up()
-            self._set_end_reason(outcome.unwritable_output(error))
+            reason = outcome.unwritable_output(error)
+            self._tell_other_nodes(str(reason(())))
+            self._set_end_reason(reason)
             self._end_ranks(timings.TIMINGS.stop_grace_s)
 
     def _on_rank_report(self, rank: LaunchedRank, line: bytes) -> None:
@@ -264,6 +271,7 @@ class Supervisor:
     def _on_signal(self, number: int) -> None:
         """Stop; a second SIGTERM kills nobody: timeout(1) sends two at once."""
         if number != signal.SIGTERM or not self.stop_requests or not self.server_lives:
+            self._tell_other_nodes(f"was stopped by {signal_name(number)}")
             self._on_stop_signal(number)
 
     def _on_stop_signal(self, number: int) -> None:

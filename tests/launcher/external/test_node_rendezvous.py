@@ -684,10 +684,15 @@ def test_a_node_that_cannot_start_ranks_says_so_before_it_meets_the_others(
 
 WHO = """
 import os, signal, sys
+from launcher.system import linux
 if sys.argv[1:] == ["early", os.environ["RANK"]]:
     sys.exit(7)
 if sys.argv[1:] == ["server", os.environ["GROUP_RANK"]]:
     os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
+if sys.argv[1:] == ["stopped", os.environ["GROUP_RANK"]]:
+    if os.environ["LOCAL_RANK"] == "0":
+        os.kill(linux.process_stat(os.getppid()).parent, signal.SIGINT)
     signal.pause()
 from coordinator import Coordinator
 with Coordinator(timeout_s=20) as coor:
@@ -699,11 +704,14 @@ with Coordinator(timeout_s=20) as coor:
 """
 
 
-@pytest.mark.parametrize("end", ["well", "failing", "early 2", "early 0", "server 1", "server 0"])
+ENDS = ["well", "failing", "early 2", "early 0", "server 1", "server 0", "stopped 1", "stopped 0"]
+
+
+@pytest.mark.parametrize("end", ENDS)
 def test_our_own_launcher_starts_the_ranks_of_each_node(tmp_path, end):
     """Of the second node's two ranks one had GROUP_RANK 0, and one 1. And a node waited for its
     deadline where a rank of the other, or its fork server for lack of memory, had failed before
-    all had joined."""
+    all had joined, or where somebody had stopped it."""
     (tmp_path / "who.py").write_text(WHO)
     place = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", f"{PORT}"]
     words = ["who.py", *(end.split() if end != "well" else ())]
@@ -733,6 +741,14 @@ def test_our_own_launcher_starts_the_ranks_of_each_node(tmp_path, end):
     if end == "server 0":
         assert "but rank 0 (host" in other and "killed from outside" in other
         assert [launch.returncode for launch in launches] == [137, 1]
+        return
+    if end == "stopped 1":
+        assert "when rank 1 (host" in told and "stopped by SIGINT" in other
+        assert [launch.returncode for launch in launches] == [1, 130]
+        return
+    if end == "stopped 0":
+        assert "but rank 0 (host" in other and "was stopped by SIGINT before all had" in other
+        assert [launch.returncode for launch in launches] == [130, 1]
         return
     if end == "early 0":
         assert "but rank 0 (host" in other and "exited with code 7 before all had joined" in other
@@ -791,7 +807,7 @@ def test_a_launcher_says_that_it_waits_for_other_nodes_to_hear_of_a_failure(quic
     failed = job(0, secret=bytes(32), ranks_of_nodes=(2, 2, 2))
     with failed_rank.telling_other_nodes(failed) as tell:
         tell(errors.Failure(0))
-    assert "telling the other nodes that a rank has failed: 0.5 s" in capsys.readouterr().err
+    assert "telling the other nodes why this one ends: 0.5 s" in capsys.readouterr().err
 
 
 def test_ctrl_c_while_other_nodes_are_told_leaves_the_failure(quick, monkeypatch):
