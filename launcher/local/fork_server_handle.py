@@ -19,7 +19,7 @@ from launcher.local.fork_server import ForkPlan
 from launcher.local.launch_watch import LaunchWatch
 from launcher.local.supervisor import LauncherPipes, Supervisor
 from launcher.runtime.output import Output
-from launcher.system import descendants, linux
+from launcher.system import descendants, linux, stop_signals
 from launcher.system.held_forks import HeldForks
 
 
@@ -56,6 +56,7 @@ class ForkServerHandle:
             self.pipes.close()
             self.output.close()
             linux.end_adopting()
+            stop_signals.unblock()  # where the loop could not begin
 
     def reap(self) -> int:
         """Kill and reap the fork server and everything below it; the status that it ended with."""

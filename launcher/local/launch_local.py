@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 from dataclasses import replace
@@ -43,18 +44,18 @@ def launch_local(
     output = Output(job)
     for rank, cpu_set in enumerate(cpu_sets):
         output.notice(f"rank {rank}: {cpu_set}")
-    plan, pipes = _prepare(job, cpu_sets, owns_process)
-    _note_missing_devices(plan, output)
     # From here on until the supervisor's loop runs, a Ctrl-C would leave processes behind. The
     # ranks inherit the mask; rank_process unblocks it there.
     stop_signals.block()
+    opened = contextlib.ExitStack()
     try:
+        opened.callback(output.close)
+        plan, pipes = _prepare(job, cpu_sets, owns_process, opened)
+        _note_missing_devices(plan, output)
         server = ForkServerHandle(plan, pipes, output)
     except Exception:  # not SystemExit, by which a rank leaves: it has closed its descriptors
+        opened.close()
         stop_signals.unblock()
-        _close(plan)
-        pipes.close()
-        output.close()
         raise
     _close(plan)
     infos = [setup.info for setup in plan.ranks]
@@ -78,25 +79,29 @@ def _check_open_files(job: Job) -> None:
 
 
 def _prepare(
-    job: Job, cpu_sets: list[CpuSet], owns_process: bool
+    job: Job, cpu_sets: list[CpuSet], owns_process: bool, opened: contextlib.ExitStack
 ) -> tuple[ForkPlan, LauncherPipes]:
-    """The ports of the launch, its secret and all pipes: made before the first rank."""
-    port, shared = _meeting_point(job)
+    """The ports of the launch, its secret and all pipes: made before the first rank.
+
+    opened: closes them, if the launch does not begin.
+    """
+    port, shared = _meeting_point(job, opened)
     job = replace(job, token=None, command=(), secret=None)  # not for the processes below
     holder = ports.reserve_for_torch(job.launch_id, port)
+    opened.callback(holder.close)
     torch_port = holder.getsockname()[1]
     if job.nnodes > 1:  # all of them must name the same one
         torch_port = ports.torch_candidates(job.launch_id, port)[0]
     first_extras = {name: str(fd) for name, fd in shared.items()}
     extras = {name: text for name, text in first_extras.items() if name != "master_fd"}
     infos = infos_for_node(job, port, extras, first_extras)
-    pipes = [[os.pipe() for _ in RankPipes._fields] for _ in infos]
+    pipes = [[_pipe(opened) for _ in RankPipes._fields] for _ in infos]
     cores = [cpu_set.cpus for cpu_set in cpu_sets] or [()] * job.nprocs
     setups = [
         RankSetup(info, RankPipes(*(end for _, end in own)), torch_port, cpus)
         for info, own, cpus in zip(infos, pipes, cores, strict=True)
     ]
-    commands, reports = os.pipe(), os.pipe()
+    commands, reports = _pipe(opened), _pipe(opened)
     plan = ForkPlan(
         job,
         setups,
@@ -112,7 +117,17 @@ def _prepare(
     return plan, LauncherPipes(commands[1], reports[0], reading, holder)
 
 
-def _meeting_point(job: Job) -> tuple[int, dict[str, int]]:
+def _pipe(opened: contextlib.ExitStack) -> tuple[int, int]:
+    reading, writing = os.pipe()
+    return _held(opened, reading), _held(opened, writing)
+
+
+def _held(opened: contextlib.ExitStack, fd: int) -> int:
+    opened.callback(os.close, fd)
+    return fd
+
+
+def _meeting_point(job: Job, opened: contextlib.ExitStack) -> tuple[int, dict[str, int]]:
     """The Coordinator's port, and the descriptors of the launch by their names in extras.
 
     Of several nodes each has this function, with the secret and the launch id that the first one
@@ -121,10 +136,11 @@ def _meeting_point(job: Job) -> tuple[int, dict[str, int]]:
     if job.nnodes > 1:
         assert job.secret is not None
         port = job.master_port or ports.candidates(job.launch_id)[0]
-        return port, {"secret_fd": launch_secret.store(job.secret)}
+        return port, {"secret_fd": _held(opened, launch_secret.store(job.secret))}
     listener = ports.listen(job.launch_id, job.master_addr, job.master_port)
     port = listener.getsockname()[1]
-    return port, {"master_fd": listener.detach(), "secret_fd": launch_secret.create()}
+    master_fd = _held(opened, listener.detach())
+    return port, {"master_fd": master_fd, "secret_fd": _held(opened, launch_secret.create())}
 
 
 def omp_environment(job: Job, cpu_sets: list[CpuSet]) -> dict[str, str]:

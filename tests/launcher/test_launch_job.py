@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
+import itertools
 import os
 import signal
 import subprocess
@@ -19,6 +21,8 @@ from pathlib import Path
 import pytest
 
 import launcher
+from launcher.local import fork_server_handle
+from launcher.system import linux, stop_signals
 
 
 def identity(*args):
@@ -57,6 +61,41 @@ def interrupt(program):
     if launcher.current().rank == 0:
         os.kill(program, signal.SIGINT)
     time.sleep(60)
+
+
+@pytest.mark.parametrize(("name", "number"), [("memfd_create", 0), ("pipe", 0), ("pipe", 5)])
+def test_a_launch_for_which_no_descriptors_are_left_keeps_none(monkeypatch, tmp_path, name, number):
+    """A program that tried again had fewer each time."""
+    make, calls = getattr(os, name), itertools.count()
+
+    def make_or_fail(*arguments):
+        if next(calls) == number:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return make(*arguments)
+
+    (tmp_path / "script.py").touch()
+    monkeypatch.setattr(os, name, make_or_fail)
+    before = linux.open_fds()
+    with pytest.raises(OSError, match="Too many open files"):
+        launcher.launch(tmp_path / "script.py", 2)
+    assert linux.open_fds() == before
+
+
+def test_signals_come_again_after_a_launch_whose_loop_could_not_begin(monkeypatch, tmp_path):
+    """They stayed blocked: no Ctrl-C ended the program."""
+
+    def fail(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    (tmp_path / "script.py").touch()
+    monkeypatch.setattr(fork_server_handle, "Supervisor", fail)
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            launcher.launch(tmp_path / "script.py", 2)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        stop_signals.unblock()
+    assert not blocked & {*stop_signals.STOP_SIGNALS}
 
 
 def has_wave():
