@@ -49,7 +49,7 @@ def complete_record(folder: Path, rank: int, failure: dict[str, Any]) -> None:
         write_record(folder, rank, {"failure": failure})
     elif log.exists():
         reported = json_values.loads(file.read_bytes()).get("failure", failure)
-        with log.open("a") as end:
+        with _naming_unwritable(log), log.open("a", encoding="utf-8", errors="replace") as end:
             end.write(reported["traceback"])
 
 
@@ -96,14 +96,24 @@ def _torchrun_variables(info: LaunchInfo) -> Iterator[None]:
 def write_record(folder: Path, rank: int, record: dict[str, Any]) -> bool:
     """Write a whole file or none: the launcher may read at any time.
 
-    False if FOLDER is not here: it is on the node of the launcher.
+    False if FOLDER is not here: it is on the node of the launcher; or if it cannot be written.
     """
     part = folder / f".{rank}.part"
-    if not folder.is_dir():
-        return False
-    part.write_text(json_values.dumps(record))
-    part.rename(_file(folder, rank))
-    return True
+    if folder.is_dir():
+        with _naming_unwritable(folder):
+            part.write_text(json_values.dumps(record))
+            part.rename(_file(folder, rank))
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def _naming_unwritable(path: Path) -> Iterator[None]:
+    """Print that the path cannot be written, in place of an error, which would hide the rank's."""
+    try:
+        yield
+    except OSError as error:
+        print(f"[launcher] {path} cannot be written: {error.strerror}", file=sys.stderr)
 
 
 def _file(folder: Path, rank: int) -> Path:

@@ -62,3 +62,28 @@ def test_a_restart_leaves_the_log_of_the_attempt_before(monkeypatch, tmp_path):
             rank_wrapper._log(files, "out", text)
         monkeypatch.setenv(rank_environment.RESTART_COUNT, "1")
     assert (tmp_path / "rank-0.out").read_bytes() == b"first\nsecond\n"
+
+
+def test_a_folder_that_cannot_be_written_is_named_and_the_error_of_the_rank_is_told(
+    capsys, tmp_path
+):
+    """The rank raised OSError in place of it, and was said to be killed from outside."""
+    (tmp_path / ".0.part").symlink_to("/dev/full")
+    rank_main._report(tmp_path, 0, {"failure": {"type": "ValueError", "traceback": "its own\n"}})
+    rank_main.complete_record(tmp_path, 0, {})
+    line = f"[launcher] {tmp_path} cannot be written: No space left on device\n"
+    assert capsys.readouterr().err == f"{line}its own\n{line}"
+
+
+def test_a_log_takes_a_traceback_that_is_not_utf_8_and_is_named_where_it_is_full(capsys, tmp_path):
+    log = tmp_path / rank_main.LOGS / "rank-0.err"
+    log.parent.mkdir()
+    log.touch()
+    rank_main.write_record(tmp_path, 0, {"failure": {"traceback": "ValueError: \udcff\n"}})
+    rank_main.complete_record(tmp_path, 0, {})
+    assert log.read_bytes() == b"ValueError: ?\n"
+    log.unlink()
+    log.symlink_to("/dev/full")
+    rank_main.complete_record(tmp_path, 0, {})
+    said = f"[launcher] {log} cannot be written: No space left on device\n"
+    assert capsys.readouterr().err == said
