@@ -25,7 +25,7 @@ from typing import Any
 from launcher import timings
 from launcher.records.pipe_records import LineBuffer
 from launcher.runtime import rank_environment
-from launcher.runtime.output import prefix
+from launcher.runtime.output import LINE_NBYTES, prefix
 from launcher.runtime.rank_state import failed_on_request, without_launcher
 from launcher.system import descendants, linux
 from launcher.system.stop_signals import STOP_SIGNALS
@@ -158,7 +158,8 @@ def _forward(
         for fd, data in itertools.chain(early, _read(streams, pidfd)):
             _log(files, streams[fd], data)
             lines = buffers[fd].feed(data)
-            rest = [] if data or not buffers[fd].nbytes else [buffers[fd].take()]
+            is_over = not data or buffers[fd].nbytes > LINE_NBYTES
+            rest = [buffers[fd].take()] if is_over and buffers[fd].nbytes else []
             _print(streams[fd], rank, [*lines, *rest])
 
 

@@ -56,6 +56,28 @@ def test_a_rank_may_print_more_than_a_pipe_takes_before_it_knows_who_it_is():
     assert done.stdout.splitlines() == [b"[3] " + b"x" * 200_000, b"[3] known"]
 
 
+ENDLESS = """
+from pathlib import Path
+from launcher.external import rank_wrapper
+
+def talk(report_identity):
+    report_identity(rank=3, local_rank=3)
+    print("x" * 3_000_000, end="", flush=True)
+    return 0
+
+rank_wrapper.run_wrapped(talk, Path("missing"))
+"""
+
+
+def test_a_line_without_an_end_is_printed_in_parts():
+    """It was kept whole until the end of the rank, however long."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDLESS], capture_output=True, cwd=ROOT, timeout=20, check=True
+    )
+    parts = [line.removeprefix(b"[3] ") for line in done.stdout.splitlines()]
+    assert len(parts) > 1 and b"".join(parts) == b"x" * 3_000_000
+
+
 def test_a_restart_leaves_the_log_of_the_attempt_before(monkeypatch, tmp_path):
     for text in (b"first\n", b"second\n"):
         with rank_wrapper._log_files(tmp_path, 0) as files:
