@@ -188,7 +188,16 @@ def _log(files: dict[str, FileIO], stream: str, data: bytes) -> None:
 
 def _report_unwritable(name: str, error: OSError) -> None:
     line = f"[launcher] {name} cannot be written, and ends here: {error.strerror}\n"
-    os.write(STREAMS["err"], line.encode())
+    _write(STREAMS["err"], line.encode(errors="replace"))
+
+
+def _write(fd: int, data: bytes) -> None:
+    """Write all of data, also where somebody has made the stream one that does not block."""
+    while data:
+        try:
+            data = data[os.write(fd, data) :]
+        except BlockingIOError:
+            select.select([], [fd], [])
 
 
 def _print(stream: str, rank: int | None, lines: list[bytes]) -> None:
@@ -197,8 +206,8 @@ def _print(stream: str, rank: int | None, lines: list[bytes]) -> None:
     chunk = b""
     for line in [label + line + b"\n" for line in lines] + [b""]:
         if not line or len(chunk) + len(line) > CHUNK:
-            while chunk:
-                chunk = chunk[os.write(STREAMS[stream], chunk) :]
+            _write(STREAMS[stream], chunk)
+            chunk = b""
         chunk += line
 
 

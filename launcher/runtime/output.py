@@ -172,9 +172,10 @@ class StandardStream:
         if self._fd is None:
             self.stream.write(data.decode(errors="replace"))
             return b""
-        self.stream.flush()
-        while data and self._poll.poll(wait_s * 1000):
-            data = data[os.write(self._fd, data[:CHUNK]) :]
+        with contextlib.suppress(BlockingIOError):  # another process has filled it
+            self.stream.flush()
+            while data and self._poll.poll(wait_s * 1000):
+                data = data[os.write(self._fd, data[:CHUNK]) :]
         return data
 
 

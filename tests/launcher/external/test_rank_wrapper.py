@@ -1,7 +1,9 @@
 """The process between an external launcher and a rank."""
 
+import os
 import subprocess
 import sys
+import threading
 from io import FileIO
 from pathlib import Path
 
@@ -76,6 +78,21 @@ def test_a_line_without_an_end_is_printed_in_parts():
     )
     parts = [line.removeprefix(b"[3] ") for line in done.stdout.splitlines()]
     assert len(parts) > 1 and b"".join(parts) == b"x" * 3_000_000
+
+
+def test_a_full_stream_that_does_not_block_is_waited_for(monkeypatch):
+    """Another process had made it so, and the rank failed with BrokenPipeError."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    monkeypatch.setitem(rank_wrapper.STREAMS, "out", writing)
+    received = []
+    with open(reading, "rb") as stream:
+        reader = threading.Timer(0.2, lambda: received.append(stream.read()))
+        reader.start()
+        rank_wrapper._print("out", 0, [b"x" * 1000] * 500)
+        os.close(writing)
+        reader.join()
+    assert received == [(b"[0] " + b"x" * 1000 + b"\n") * 500]
 
 
 def test_a_restart_leaves_the_log_of_the_attempt_before(monkeypatch, tmp_path):

@@ -9,6 +9,8 @@ import select
 import signal
 import time
 
+from launcher.runtime.output import Output, StandardStream
+
 
 def test_10000_lines_per_second_of_8_ranks_arrive_whole_and_in_order(command):
     script = command.script(
@@ -129,6 +131,19 @@ def test_a_full_disk_ends_the_launch(command):
     assert ended.code == 1 and "No space left on device" in ended.err
 
 
+def test_a_stream_that_another_process_has_filled_is_tried_again(monkeypatch, tmp_path):
+    """Of one that does not block, as after ssh, it ended the launch."""
+
+    def is_full(*_):
+        raise BlockingIOError
+
+    with open(tmp_path / "out", "w") as file:
+        stream = StandardStream(file)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "write", is_full)
+            assert stream.write(b"text", 0) == b"text"
+        assert stream.write(b"text", 0) == b""
+    assert (tmp_path / "out").read_text() == "text"
 def test_closed_standard_output(command, tmp_path):
     script = command.script(f"print('unseen')\nopen({str(tmp_path / 'ran')!r}, 'w')")
 
