@@ -71,7 +71,7 @@ class Sequencer:
         self._store.put(OUTCOME, pack((True, result)), pending.restarted())
 
     def _put_failure(self, error: BaseException, pending: PendingCall) -> None:
-        outcome = pack((False, traceback_of(error).encode()))
+        outcome = pack((False, traceback_of(error).encode(errors="backslashreplace")))
         with suppress(CoordinatorError):  # rank 0 is gone, which the others see by themselves
             self._store.put(OUTCOME, outcome, pending.restarted(DEFAULT.failed_turn_s))
 

@@ -358,7 +358,7 @@ class AuthenticatedListener:
             answer, name = self._authorize(hello)
         else:
             self._on_other_encryption(hello)
-        welcome = _welcome(answer, name.encode()[:NAME_NBYTES])
+        welcome = _welcome(answer, name.encode(errors="replace")[:NAME_NBYTES])
         server_mac = self._credentials.mac(b"server", welcome, mac + own_nonce)
         is_sent = self._send(pending.socket, welcome + server_mac)
         if not is_sent or answer != Answer.ACCEPTED:

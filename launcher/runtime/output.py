@@ -88,7 +88,7 @@ class Output:
     def notice(self, text: str) -> None:
         """Print a line of the launcher's own."""
         standard_stream = self._standard_streams["err"]
-        line = self._fresh_line(standard_stream) + f"[launcher] {text}\n".encode()
+        line = self._fresh_line(standard_stream) + f"[launcher] {text}\n".encode(errors="replace")
         self._append(standard_stream, line)
         self._cursor = None if standard_stream.is_terminal else self._cursor
 

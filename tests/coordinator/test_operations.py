@@ -200,11 +200,13 @@ def test_one_rank_of_each_node_does_it_once(ranks):
 
 
 def test_what_fails_once_fails_for_all_with_its_traceback(ranks_or_errors):
+    """Of a file whose name is not UTF-8, the others waited for their deadline."""
+
     def body(info):
         with Coordinator(info) as coor:
 
             def work():
-                raise OSError("disk full")
+                raise OSError("disk full: \udcff")
 
             try:
                 coor.once("download", work)

@@ -777,9 +777,10 @@ def join_in_vain(failed, rank):
 
 
 def test_the_launcher_in_place_of_rank_0_ends_once_each_other_node_has_heard():
-    """A long reason was cut within a word."""
+    """A long reason was cut within a word; one that is not UTF-8 was not told."""
     failed = job(0, secret=bytes(32), ranks_of_nodes=(1, 2, 2))
-    failure = errors.Failure(0, host="a", pid=7, type="ValueError", message="no weights " * 9)
+    message = "\udcff " + "no weights " * 9
+    failure = errors.Failure(0, host="a", pid=7, type="ValueError", message=message)
     begun = time.monotonic()
     with failed_rank.telling_other_nodes(failed) as tell:
         tell(failure)
@@ -788,7 +789,7 @@ def test_the_launcher_in_place_of_rank_0_ends_once_each_other_node_has_heard():
             join_in_vain(stranger, 1)
         for rank in (1, 4):
             heard = join_in_vain(failed, rank)
-            assert heard.startswith("rank 0 (host a, pid 7) raised ValueError: no weights no")
+            assert heard.startswith("rank 0 (host a, pid 7) raised ValueError: ? no weights no")
             assert heard.endswith((" no ...", " weights ...")), heard
     assert time.monotonic() - begun < timings.TIMINGS.node_end_s / 2
 

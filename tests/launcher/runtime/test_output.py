@@ -144,6 +144,16 @@ def test_a_stream_that_another_process_has_filled_is_tried_again(monkeypatch, tm
             assert stream.write(b"text", 0) == b"text"
         assert stream.write(b"text", 0) == b""
     assert (tmp_path / "out").read_text() == "text"
+
+
+def test_a_notice_of_a_text_that_is_not_utf_8_is_printed(capfd):
+    """The launcher ended with UnicodeEncodeError, in place of the rank's error."""
+    output = Output()
+    output.notice("raised ValueError: \udcff")
+    output.pump()
+    assert capfd.readouterr().err == "[launcher] raised ValueError: ?\n"
+
+
 def test_closed_standard_output(command, tmp_path):
     script = command.script(f"print('unseen')\nopen({str(tmp_path / 'ran')!r}, 'w')")
 
