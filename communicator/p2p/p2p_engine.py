@@ -364,8 +364,7 @@ class P2PEngine:
                 count = self._streams.stream_read(peer, incoming.address, incoming.left)
                 if not count:
                     return
-                incoming.address += count
-                incoming.left -= count
+                incoming.advance(count)
             if not incoming.left:
                 self._handle(peer, incoming)
 
@@ -394,7 +393,7 @@ class P2PEngine:
             work = self._accepted.pop((src, number))
             if work in self._pending:
                 return incoming.expect(work, work.address, work.nbytes)
-            arrival.buffer(incoming)
+            incoming.drop(arrival.nbytes)
         elif kind == CONFIRM:
             self._unconfirmed[src] -= number
         elif kind == LEAVE:
@@ -403,7 +402,7 @@ class P2PEngine:
             self._match(kind, arrival, incoming)
         elif kind == MESSAGE:  # it is skipped; the sender of an offer hears of the end
             self._confirm(src, arrival.nbytes)
-            arrival.buffer(incoming)
+            incoming.drop(arrival.nbytes)
 
     def _match(self, kind: int, arrival: Arrival, incoming: Incoming) -> None:
         """Find the receive for a message or an offer, or keep it."""

@@ -37,6 +37,7 @@ Members = Coordinator | GroupRanks
 ANY_SOURCE = -1
 HEADER = struct.Struct("<B3xq16sQQQ")  # kind, tag, dtype, bytes, number, group
 MESSAGE, OFFER, ACCEPT, REFUSE, DATA, LEAVE, CONFIRM = range(7)
+DROPPED_BYTES = 1 << 20  # at a time
 
 
 class MessageMover(Protocol):
@@ -210,20 +211,33 @@ class Incoming:
     """The header or payload that is read from a peer now."""
 
     def __init__(self) -> None:
-        self.header = ctypes.create_string_buffer(HEADER.size)
+        self.header, self.unwanted = ctypes.create_string_buffer(HEADER.size), 0
         self.expect_header()
 
     def expect_header(self) -> None:
+        """Expect the next message, once all is dropped that is to be."""
+        if self.unwanted:
+            return self.drop(self.unwanted)
         self.address, self.left = ctypes.addressof(self.header), HEADER.size
         self.target: P2PWork | Arrival | None = None
 
     def expect(self, target: P2PWork | Arrival, address: int, nbytes: int) -> None:
         self.target, self.address, self.left = target, address, nbytes
 
+    def advance(self, nbytes: int) -> None:
+        self.address += nbytes
+        self.left -= nbytes
+
     def abandon(self, work: P2PWork) -> None:
         """Let what is still to come of a receive that has failed miss its tensor."""
         if self.target is work:
-            Arrival(work.peer, work.tag, work.dtype, self.left, 0, 0).buffer(self)
+            self.drop(self.left)
+
+    def drop(self, nbytes: int) -> None:
+        """Let so much of what comes next be read into one small buffer after another."""
+        piece = Arrival(ANY_SOURCE, 0, b"", min(nbytes, DROPPED_BYTES), 0, 0)
+        piece.buffer(self)
+        self.unwanted = nbytes - piece.nbytes
 
 
 def message(

@@ -14,8 +14,17 @@ from torch.distributed import HashStore
 from communicator import Communicator, CommunicatorError, PeerLost
 from communicator.backends.byte_streams import TcpStreams, silent_s
 from communicator.errors import CommunicatorTimeout, DrumlineError
-from communicator.p2p.p2p_engine import MAX_UNCONFIRMED_BYTES, P2PEngine
-from communicator.p2p.p2p_messages import ANY_SOURCE, MESSAGE, P2PWork, Packet, message
+from communicator.p2p.p2p_engine import MAX_BUFFERED_BYTES, MAX_UNCONFIRMED_BYTES, P2PEngine
+from communicator.p2p.p2p_messages import (
+    ANY_SOURCE,
+    DROPPED_BYTES,
+    HEADER,
+    MESSAGE,
+    Incoming,
+    P2PWork,
+    Packet,
+    message,
+)
 from coordinator import Coordinator
 from coordinator.peers import start_ticks
 
@@ -502,3 +511,15 @@ def test_service_sleeps_while_a_message_that_nobody_receives_is_unread(engines):
         return time.clock_gettime(clock) - before_s
 
     assert engines(body)[0] < 0.03
+
+
+def test_rest_of_a_receive_that_has_failed_is_dropped_piece_by_piece():
+    """As much memory was taken for it as the tensor has, tens of GiB."""
+    incoming, nbytes, pieces = Incoming(), 3 * DROPPED_BYTES + 5, []
+    incoming.expect(work := object(), 0, nbytes)
+    incoming.abandon(work)
+    while incoming.target is not None:
+        pieces.append(incoming.left)
+        incoming.expect_header()
+    assert sum(pieces) == nbytes and max(pieces) == DROPPED_BYTES
+    assert incoming.left == HEADER.size
