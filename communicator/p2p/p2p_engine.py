@@ -301,7 +301,10 @@ class P2PEngine:
             queue.popleft()
             if packet.work is not None:
                 self._end(packet.work)
-        bits = self._interest[peer] & READABLE | (WRITABLE if queue else 0)
+        self._set_interest(peer, WRITABLE, bool(queue))
+
+    def _set_interest(self, peer: int, bit: int, is_on: bool) -> None:
+        bits = self._interest[peer] & ~bit | bit * is_on
         if bits != self._interest[peer]:
             self._interest[peer] = bits
             if self._driver not in (None, threading.get_ident()):
@@ -425,8 +428,7 @@ class P2PEngine:
         """Count bytes that are buffered; of a peer with too many nothing more is read."""
         self._buffered[peer] += nbytes
         if peer not in self._lost:
-            bits = self._interest[peer] & WRITABLE
-            self._interest[peer] = bits | READABLE * (self._buffered[peer] < MAX_BUFFERED_BYTES)
+            self._set_interest(peer, READABLE, self._buffered[peer] < MAX_BUFFERED_BYTES)
 
     # Peers that have gone.
 

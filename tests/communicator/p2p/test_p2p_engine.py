@@ -12,7 +12,7 @@ import torch
 from torch.distributed import HashStore
 
 from communicator import Communicator, CommunicatorError, PeerLost
-from communicator.backends.byte_streams import TcpStreams, silent_s
+from communicator.backends.byte_streams import READABLE, WAKE, TcpStreams, silent_s
 from communicator.errors import CommunicatorTimeout, DrumlineError
 from communicator.p2p.p2p_engine import MAX_BUFFERED_BYTES, MAX_UNCONFIRMED_BYTES, P2PEngine
 from communicator.p2p.p2p_messages import (
@@ -523,3 +523,20 @@ def test_rest_of_a_receive_that_has_failed_is_dropped_piece_by_piece():
         incoming.expect_header()
     assert sum(pieces) == nbytes and max(pieces) == DROPPED_BYTES
     assert incoming.left == HEADER.size
+
+
+def test_thread_that_waits_hears_of_a_peer_that_is_read_again(engines):
+    """It went on to wait for the others alone, until it looked after the living."""
+
+    def body(engine):
+        mover, peer, notified = engine.engine, (engine.rank + 1) % WORLD, []
+        streams, mover._streams = mover._streams, SimpleNamespace(stream_notify=notified.append)
+        mover._driver = -1  # another thread
+        with mover._lock:
+            mover._set_buffered(peer, MAX_BUFFERED_BYTES)
+            notified.clear()
+            mover._set_buffered(peer, -1)
+        mover._driver, mover._streams = None, streams
+        return mover._interest[peer] & READABLE, notified
+
+    assert engines(body) == [(READABLE, [WAKE])] * WORLD
