@@ -106,11 +106,12 @@ def leftovers() -> Iterator[Finding]:
     stale = [path for pattern in FOLDERS for path in temporary.glob(pattern) if _is_stale(path)]
     remedy = f"rm -r {shlex.join(map(str, stale))}" if stale else ""
     yield Finding("leftovers", "folders", not stale, f"{len(stale)} of dead launches", remedy)
+    init = linux.read_proc_link("1/exe")  # in a container it may be a launcher, of the same Python
     orphans = [
         pid
         for pid, stat in linux.processes().items()
         if stat.parent == 1 and linux.process_name(pid).startswith("launch-")
-        if _is_own(Path("/proc", str(pid)))
+        if _is_own(Path("/proc", str(pid))) and linux.read_proc_link(f"{pid}/exe") != init
     ]
     remedy = f"kill {' '.join(map(str, orphans))}" if orphans else ""
     detail = f"{len(orphans)} that have outlived their launcher"

@@ -111,6 +111,18 @@ def test_an_orphaned_process_is_listed_with_kill():
         os.kill(orphan, signal.SIGKILL)
 
 
+@pytest.mark.parametrize(("init", "ok"), [("/usr/bin/python3", True), ("/sbin/init", False)])
+def test_what_a_launcher_that_is_process_1_has_started_is_no_orphan(monkeypatch, init, ok):
+    """In a container, `kill` was advised for the fork server of a launch that ran."""
+    child = linux.process_stat(os.getpid())._replace(parent=1)
+    links = {"1/exe": init, f"{os.getpid()}/exe": "/usr/bin/python3"}
+    monkeypatch.setattr(linux, "processes", lambda: {os.getpid(): child})
+    monkeypatch.setattr(linux, "process_name", lambda _: "launch-server")
+    monkeypatch.setattr(linux, "read_proc_link", links.get)
+    processes = {finding.name: finding for finding in machine_checks.leftovers()}["processes"]
+    assert processes.ok is ok and bool(processes.remedy) is not ok
+
+
 def test_folders_of_dead_launches_are_listed_and_of_running_ones_not(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     dead = tmp_path / "drumline-launch-4194304-x"  # one more than the highest pid there can be
