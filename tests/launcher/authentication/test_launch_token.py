@@ -1,6 +1,7 @@
 """The token that people carry from one machine to another."""
 
 import os
+import resource
 import stat
 import threading
 from types import SimpleNamespace
@@ -75,6 +76,18 @@ def test_a_new_file_is_for_its_owner_alone_and_holds_the_token(tmp_path):
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     assert launch_token.of_node(True, path, False) == token
     assert launch_token.of_node(False, path, False) == token
+
+
+def test_a_file_that_cannot_be_written_whole_is_not_there(tmp_path):
+    """An empty one was left by a full disk, and was no token of the next launch."""
+    _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(ValueError, match=r"token cannot be written: File too large"):
+            launch_token.of_node(True, str(tmp_path / "token"), False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_file_that_others_can_read_is_refused(tmp_path):
