@@ -10,6 +10,7 @@ import ast
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -182,7 +183,9 @@ def _parse(file: str) -> ast.Module | None:
         path = Path(file)
         if not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
             return None
-        return ast.parse(path.read_bytes())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a rank will show them, with the name of the file
+            return ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 

@@ -52,6 +52,12 @@ def test_names_are_those_that_the_script_imports_or_reads_of_a_lazy_library(tmp_
     assert chosen(tmp_path, script).imports == [("torch", ("nn",)), ("drumline", ("load",))]
 
 
+def test_warnings_of_what_is_read_are_left_to_the_ranks(tmp_path, recwarn):
+    """Those of the launcher were of a file <unknown>."""
+    assert modules(tmp_path, "import torch\nx = '\\d'\n") == ["torch"]
+    assert not recwarn.list
+
+
 def test_modules_of_the_user_are_read_and_not_imported(tmp_path):
     files = {
         "package/__init__.py": "from .inner import x\nraise SystemExit('was run')",
