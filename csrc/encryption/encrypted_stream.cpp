@@ -84,6 +84,10 @@ EncryptedStream::EncryptedStream(int fd, const unsigned char* keys, uint64_t num
       decryption_(keys + key_nbytes, false, num_per_key) {}
 
 ssize_t EncryptedStream::send(const iovec* parts, int count) {
+    if (getpid() != pid_) {
+        errno = EIO;
+        return -1;
+    }
     std::lock_guard<std::mutex> lock(sending_);
     size_t total = 0, done = 0;
     for (int i = 0; i < count; ++i) total += parts[i].iov_len;
@@ -102,7 +106,7 @@ bool EncryptedStream::write_record(const iovec* parts, int count, size_t skip, s
     uint32_t size = static_cast<uint32_t>(nbytes);
     std::memcpy(out_.get(), &size, header_nbytes);
     char* place = out_.get() + header_nbytes;
-    bool is_good = getpid() == pid_ && encryption_.begin(out_.get(), header_nbytes);
+    bool is_good = encryption_.begin(out_.get(), header_nbytes);
     for (int i = 0; i < count && nbytes > 0 && is_good; ++i) {
         size_t begin = std::min(skip, parts[i].iov_len);
         size_t part = std::min(parts[i].iov_len - begin, nbytes);

@@ -223,6 +223,26 @@ def test_a_forked_child_cannot_send(link):
         network.recv(1)
 
 
+def test_a_forked_child_sends_nothing_of_a_record_that_its_parent_has_begun(link):
+    """It went on with it, as the parent does: both sent the same bytes."""
+    ours, network = link
+    with pytest.raises(BlockingIOError):
+        while True:
+            ours.send(bytes(1 << 18))
+    network.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while network.recv(1 << 16):
+            pass
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(OSError):
+            ours.send(bytes(1 << 18))
+        os._exit(0)
+    os.waitpid(pid, 0)
+    with pytest.raises(BlockingIOError):
+        network.recv(1)
+
+
 def network_bytes(data):
     """The first record of a connection."""
     ours, network = socket.socketpair()
