@@ -355,7 +355,7 @@ class Tcp(ScheduledCollectives, ComparedByMessages):
         raise error  # Ctrl-C, say
 
     def _announce_end(self, why: str, notice: int = END_NOTICE) -> None:
-        self._engine.announce_end(notice, why.encode())
+        self._engine.announce_end(notice, why.encode(errors="replace"))
 
     def _error_for(self, error: BaseException, call: str) -> DrumlineError:
         where = f"{call} (tcp, {self.world_size} ranks)"

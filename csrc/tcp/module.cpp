@@ -97,9 +97,10 @@ bool look(PyObject* check, const std::vector<int>& idle_peers, double waited_s) 
 }
 
 void raise_ended(const tcp::Ended& ended) {
+    Py_ssize_t nbytes = static_cast<Py_ssize_t>(ended.text.size());  // it may be cut amid a letter
     PyObject* arguments =
-        Py_BuildValue("iKis", ended.peer, static_cast<unsigned long long>(ended.notice),
-                      ended.error, ended.text.c_str());
+        Py_BuildValue("iKiN", ended.peer, static_cast<unsigned long long>(ended.notice),
+                      ended.error, PyUnicode_DecodeUTF8(ended.text.data(), nbytes, "replace"));
     if (arguments != nullptr) PyErr_SetObject(ended_error, arguments);
     Py_XDECREF(arguments);
 }

@@ -449,3 +449,20 @@ def test_a_sender_that_waits_for_room_hears_that_the_receiver_has_ended(ranks, h
             comm.close()
 
     ranks(body, 2)
+
+
+def test_a_long_reason_for_the_end_is_cut_and_told_in_any_letters(ranks):
+    """It was cut amid a letter, and the peer raised UnicodeDecodeError; or it was not sent."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            comm = Communicator(coor, "tcp")
+            if comm.rank == 0:
+                comm._backend._end("x" + "é" * 3000 + "\udcff")
+            else:
+                with pytest.raises(PeerLost, match=r"xé{2000}"):
+                    comm.recv(torch.ones(1), 0)
+            coor.barrier()
+            comm.close()
+
+    ranks(body, 2)
