@@ -92,7 +92,7 @@ writes this page with a table, JSON lines and a picture of each. No number comes
 Above each table are the machine, versions, commit and the command that makes it again.
 
 - Numbers are medians; the middle half is in brackets, and shaded in the pictures.
-- A `ratio` below 1 means that drumline is faster; another head of the last column says what it divides.
+- A `ratio` below 1 means that drumline is faster; another head says what is divided by what.
 - `right` or `equal` says whether the results were compared with the expected ones and matched.
 - On a machine with few cores trust the ratio, not the time.
 
