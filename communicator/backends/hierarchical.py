@@ -101,7 +101,7 @@ class Hierarchical(ComparedByMessages):
         self._resources.callback(self._close_network)
         self._network.open()
         with self.coor.split(self._node_ranks) as coor:  # type: ignore[union-attr]  # it is in it
-            local = Communicator(coor, timeout_s=self.timeout_s)
+            local = Communicator(coor, timeout_s=self.timeout_s, device_type="cpu")
         self._local = self._resources.enter_context(local)
         self._num_columns = max(map(len, self._nodes))
         place, num_local = self._node_ranks.index(self.rank), len(self._node_ranks)

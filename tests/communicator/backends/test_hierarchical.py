@@ -17,8 +17,10 @@ from communicator import (
     PeerLost,
     Unsupported,
     conformance,
+    selection,
 )
 from communicator.backends.hierarchical import first_failure, reader_key
+from communicator.backends.shm import Shm
 from coordinator import Coordinator
 from launcher import LaunchInfo
 
@@ -71,6 +73,28 @@ def test_one_rank_on_each_node_takes_the_network(ranks):
             return comm.backend
 
     assert ranks(body, 2, [1, 1]) == ["tcp"] * 2
+
+
+class OnDevice(Shm):
+    """The best of a node whose ranks have devices, as NCCL is."""
+
+    name, device_type = "on_device", "xpu"
+
+    @classmethod
+    def probe(cls, coor):
+        return 1000
+
+
+def test_ranks_of_a_node_that_has_devices_move_tensors_of_the_cpu(ranks, monkeypatch):
+    """The best backend was taken, of whatever device, and refused the first tensor."""
+    monkeypatch.setitem(selection.BUILTIN, OnDevice.name, f"{__name__}:OnDevice")
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Communicator(coor, "hybrid") as comm:
+            assert comm._backend._local.backend != OnDevice.name
+            return comm.allreduce(torch.ones(1)).item()
+
+    assert ranks(body, 3, [2, 1]) == [3.0] * 3
 
 
 @pytest.mark.parametrize(("nbytes", "movers"), [(1 << 16, {0, 2}), (1 << 20, {0, 1, 2, 3})])
