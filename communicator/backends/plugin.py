@@ -20,6 +20,7 @@ import torch
 import communicator._native as _native
 from communicator.backend import COMPOSED, Backend
 from communicator.backends.byte_streams import ByteStreams
+from communicator.calls.call_check import describe_call
 from communicator.calls.checked_calls import CheckedCalls
 from communicator.calls.default_collectives import P2PCall
 from communicator.calls.dtypes import Op, dtype_name
@@ -217,7 +218,9 @@ class PluginBackend(Backend):
     def compare_call(
         self, call: str, tensor: torch.Tensor | None = None, details: str = ""
     ) -> None:
-        """Done already, by the CallChecker or by the library."""
+        """Compare a call whose arguments Python checks first; others have been compared before."""
+        if call in ("gather", "scatter") and self.call_checker is not None:
+            self.call_checker.compare_first(describe_call(call, tensor, details))
 
     def compare_parts(self, call: str, tensor: torch.Tensor, details: str) -> None:
         if self.call_checker is not None:

@@ -162,6 +162,26 @@ def test_mismatched_calls_raise_with_each_ranks_call_and_the_group_goes_on(ranks
     assert ranks(body, 2) == [1.0, 1.0]
 
 
+def test_gathers_and_scatters_are_compared_and_declined_as_other_calls_are(ranks, toy):
+    """They were not, and a rank that declined one was a call ahead of the others from then on."""
+
+    def body(info):
+        with (
+            Coordinator(info, timeout_s=20) as coor,
+            Communicator(coor, backend=toy, timeout_s=5) as comm,
+        ):
+            words = r"call 1: rank 0 asked for gather of .* to rank 0; rank 1 .* to rank 1"
+            with pytest.raises(CommunicatorError, match=words):
+                comm.gather(torch.ones(2), comm.rank)
+            error = CommunicatorError if comm.rank else ValueError
+            with pytest.raises(error, match="rank 0"):
+                comm.scatter(torch.zeros(2), torch.ones(3, 2))
+            out = comm.scatter(torch.zeros(2), torch.ones(2, 2))
+            return out.tolist(), comm.allreduce(torch.ones(1)).item()
+
+    assert ranks(body, 2) == [([1.0, 1.0], 2.0)] * 2
+
+
 def test_only_the_first_calls_are_compared_then_nothing_stands_before_the_library(ranks, toy):
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
