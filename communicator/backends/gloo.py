@@ -11,7 +11,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import AllreduceOptions, BarrierOptions
+from torch.distributed import AllreduceOptions, BarrierOptions, BroadcastOptions
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from communicator.backends.tagged_p2p import TaggedP2PBackend, as_bytes
 from communicator.calls import call_check
@@ -84,32 +85,38 @@ class Gloo(TaggedP2PBackend):
             work.wait(self._timeout)
 
     def barrier(self) -> None:
-        options = BarrierOptions()
-        options.timeout = self._timeout
+        options = self._limited(BarrierOptions())
         with self._translated_errors("barrier"):
             self._gloo.barrier(options).wait(self._timeout)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        options = self._limited(BroadcastOptions())
+        options.rootRank = src
         with self._translated_errors("broadcast"):
-            self._gloo.broadcast(as_bytes(tensor), src).wait(self._timeout)
+            self._gloo.broadcast([as_bytes(tensor)], options).wait(self._timeout)
 
     def allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         if tensor.dtype not in REDUCED or not keeps_nan(tensor.dtype, op):
             return super().allreduce(out, tensor, op)
         if out is not tensor:
             out.copy_(tensor)
-        options = AllreduceOptions()
-        options.reduceOp = OPS["sum" if op == "avg" else op].torch  # type: ignore[assignment]
-        options.timeout = self._timeout
+        options = self._limited(AllreduceOptions())
+        options.reduceOp = OPS["sum" if op == "avg" else op].torch
         with self._translated_errors("allreduce"):
             self._gloo.allreduce([out], options).wait(self._timeout)
         if op == "avg":
             out.div_(self.world_size)
 
     def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        options = self._limited(AllgatherOptions())
         with self._translated_errors("allgather"):
-            work = torch_private.gloo_allgather(self._gloo, as_bytes(out), as_bytes(tensor))
-            work.wait(self._timeout)
+            data = as_bytes(out), as_bytes(tensor)
+            torch_private.gloo_allgather(self._gloo, *data, options).wait(self._timeout)
+
+    def _limited(self, options: Any) -> Any:
+        """The options of a call, with its deadline: the group has that of open()."""
+        options.timeout = self._timeout
+        return options
 
     @contextmanager
     def _translated_errors(self, call: str) -> Iterator[None]:

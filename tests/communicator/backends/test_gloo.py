@@ -1,5 +1,7 @@
 """The gloo backend, with ranks as threads."""
 
+import time
+
 import pytest
 import torch
 
@@ -149,6 +151,28 @@ def test_a_deadline_says_where_the_ranks_are(ranks):
                     CommunicatorTimeout, match=r"(?s)ranks are:.*rank 1 \(host.*seen"
                 ):
                     comm.allreduce(torch.ones(1))
+            coor.barrier()
+
+    ranks(body, 2)
+
+
+@pytest.mark.parametrize("call", ["barrier", "broadcast", "allreduce", "allgather"])
+def test_a_longer_deadline_holds_for_every_collective(ranks, call):
+    """broadcast and allgather kept the one of the start."""
+
+    def body(info):
+        tensor, rows = torch.ones(1), torch.zeros(2, 1)
+        arguments = {"broadcast": (tensor, 1), "allreduce": (tensor, tensor, "sum")}
+        arguments |= {"barrier": (), "allgather": (rows, tensor)}
+        with (
+            Coordinator(info, timeout_s=20) as coor,
+            Communicator(coor, "gloo", timeout_s=1) as comm,
+        ):
+            comm.set_timeout(20)
+            coor.barrier()
+            if comm.rank == 1:
+                time.sleep(1.5)
+            getattr(comm._backend, call)(*arguments[call])
             coor.barrier()
 
     ranks(body, 2)
