@@ -117,7 +117,8 @@ def allreduce_sparse(comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
     if op != ReduceOp.SUM:
         raise Unsupported(f"{comm.rank_name()}: {op} of sparse tensors is not offered, only SUM.")
     own = tensor.detach().coalesce()
-    facts = comm.allgather(torch.tensor([len(own.values()), own.sparse_dim(), *own.shape])).tolist()
+    sizes = [len(own.values()), own.sparse_dim(), *own.shape]
+    facts = comm.allgather(torch.tensor(sizes, device=comm.device)).tolist()
     counts = [count for count, *_ in facts]
     check_identical(comm, "sparse allreduce", [str(shape) for _, *shape in facts])
     rows = _allgather_padded(comm, own.indices().t(), counts)

@@ -93,6 +93,30 @@ def test_complex_numbers_are_added_and_neither_multiplied_nor_compared(pair):
     assert pair(body) == [1 + 2j, 2 + 4j]
 
 
+class OnDevice:
+    """A communicator of one rank and another device, where no more than counts of entries is."""
+
+    rank, world_size, device = 0, 1, torch.device("meta")
+
+    def __init__(self):
+        self.gathered = []
+
+    def rank_name(self, rank=0):
+        return f"rank {rank}"
+
+    def allgather(self, tensor):
+        self.gathered.append(tensor.device.type)
+        return torch.tensor([[2, 1, 3]]) if tensor.is_meta else tensor[None]
+
+
+def test_entries_of_sparse_tensors_are_counted_where_the_communicator_moves_tensors():
+    """On the CPU, which a communicator of GPUs refuses."""
+    comm, own = OnDevice(), torch.tensor([1.0, 0.0, 2.0]).to_sparse()
+    list_collectives.allreduce_sparse(comm, own, ReduceOp.SUM)
+    assert own.to_dense().tolist() == [1, 0, 2]
+    assert comm.gathered == ["meta", "cpu", "cpu"]
+
+
 def test_bits_are_reduced_to_one_rank_too(pair):
     def body(comm):
         mine, flag = torch.tensor([6 - comm.rank]), torch.tensor([True, comm.rank == 0])
