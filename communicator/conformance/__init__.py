@@ -107,7 +107,8 @@ def check(comm: Communicator, large: int = 300_007, only: str = "") -> Report:
     """Run every case on a communicator; report which passed, failed, or are unsupported.
 
     Collective. large: the elements of the largest tensor. only: run the cases with this in their
-    names. A backend that hangs fails at its own deadline (coor.timeout_s).
+    names; ValueError if there are none. A backend that hangs fails at its own deadline
+    (coor.timeout_s).
     """
     outcomes = []
     for name, body in _cases(comm, large):
@@ -116,6 +117,8 @@ def check(comm: Communicator, large: int = 300_007, only: str = "") -> Report:
         outcomes.append(_run(comm, name, body))
         if outcomes[-1].is_fatal:
             break
+    if not outcomes:
+        raise ValueError(f"only={only!r}: no case of the check has this in its name")
     return Report(comm.backend, comm.world_size, tuple(outcomes))
 
 

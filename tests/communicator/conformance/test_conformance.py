@@ -312,6 +312,11 @@ def test_a_correct_backend_passes_every_case_and_a_fault_is_reported(checked):
         report.raise_if_failed()
 
 
+def test_a_name_that_no_case_has_is_an_error_and_no_success(checked):
+    with pytest.raises(ValueError, match="'alreduce'"):
+        checked(Shm, 1, "alreduce")
+
+
 class OnlySendsAndReceives(Gloo):
     """What a vendor writes first: two methods, and everything else is inherited."""
 
