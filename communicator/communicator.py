@@ -112,7 +112,7 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
         self._backend = chosen(
             coor, timeout_s=timeout_s, device=device, checked_calls=checked_calls
         )
-        self._choice = {"backend": backend, "timeout_s": self._backend.timeout_s, **options}
+        self._choice = {"backend": backend, "checked_calls": checked_calls, **options}
         self._closed, self._pid, self._opening = False, os.getpid(), threading.Lock()
         forks.track(self)
         self._backend.open(**options)
@@ -170,7 +170,8 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
                 child = Communicator._of(type(self._backend), coor, **options)
             else:
                 gpu = self.device if self._backend.is_gpu_named else None
-                child = Communicator(coor, device_type=self.device_type, device=gpu, **self._choice)
+                choice = {"timeout_s": self.timeout_s, **self._choice}
+                child = Communicator(coor, device_type=self.device_type, device=gpu, **choice)
         except BaseException:
             if coor is not None:
                 coor.close()

@@ -34,11 +34,12 @@ class HostMessages:
         if backend.streams is None:
             links = backend.coor.connections(timeout_s=backend.timeout_s)
             connections = TcpStreams(links, silent_s(backend.coor))
+        self._backend = backend
         self._group = P2PEngine(backend.coor, connections or backend.streams).all_ranks
-        self._group.timeout_s = backend.timeout_s
         self.close = close_at_exit(self._group, connections)
 
     def start(self, kind: str, tensor: torch.Tensor, peer: int) -> AsyncWork:
+        self._group.timeout_s = self._backend.timeout_s
         return self._group.start(kind, tensor, peer, 0)
 
 

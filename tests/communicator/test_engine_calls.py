@@ -189,6 +189,30 @@ def test_some_ranks_in_another_order_are_a_communicator_of_the_same_backend(on_r
     assert on_ranks(body) == [[True, 1, None], 1, [True, 0, [[2], [0]]]]
 
 
+def test_a_part_has_the_deadline_of_the_whole_now_and_compares_as_many_calls():
+    """It had that of the start, and compared the first 32."""
+    with (
+        Coordinator(LaunchInfo("alone")) as coor,
+        Communicator(coor, "gloo", timeout_s=9, checked_calls=3) as comm,
+    ):
+        comm.set_timeout(5)
+        with comm.split([0]) as part:
+            assert (part.timeout_s, part.capabilities.checked_calls) == (5, 3)
+
+
+def test_messages_heed_a_deadline_that_is_set_after_the_first_of_them(on_ranks):
+    def body(comm):
+        sent = comm.isend(torch.ones(1), 1 - comm.rank)
+        comm.irecv(torch.zeros(1), 1 - comm.rank).wait()
+        sent.wait()
+        comm.set_timeout(0.25)
+        if comm.rank == 0:
+            with pytest.raises(CommunicatorTimeout, match=r"after 0.25 s"):
+                comm.irecv(torch.zeros(1), 1).wait()
+
+    on_ranks(body, 2)
+
+
 def test_a_dict_that_cannot_be_sent_is_an_error_on_both_sides(on_ranks):
     def body(comm):
         if comm.rank == 0:
