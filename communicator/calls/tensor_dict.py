@@ -21,14 +21,20 @@ TORCH_DTYPES = {info.name: info.torch for info in DTYPES}
 
 
 def write(backend: Backend, call: str, values: dict[str, Any], move: Move) -> None:
-    """Move a dict. Raises ValueError for what cannot be sent, after the receiver has heard so."""
+    """Move a dict. Raises for what cannot be sent, after the receiver has heard so."""
     tensors = [value.contiguous() for value in values.values() if isinstance(value, torch.Tensor)]
-    for tensor in tensors:
-        backend.check_tensor(call, tensor)
-    rows = [[name, *_described(value)] for name, value in values.items()]
-    data = object_codec.packed(rows, backend.coor.info.rank)
+    problem: Exception | None = None
+    try:
+        for tensor in tensors:
+            backend.check_tensor(call, tensor)
+        rows = [[name, *_described(value)] for name, value in values.items()]
+        data = object_codec.packed(rows, backend.coor.info.rank)
+    except (TypeError, ValueError) as error:
+        problem, data = error, object_codec.UNSENDABLE + str(error).encode()
     move(torch.tensor([len(data)], device=backend.device))
     move(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(backend.device))
+    if problem is not None:
+        raise problem
     if why := object_codec.why_unsendable(data):
         raise ValueError(f"{why}. Beside tensors only None, bool, int, float, str, bytes, lists go")
     for part in _memory(tensors):

@@ -213,6 +213,26 @@ def test_messages_heed_a_deadline_that_is_set_after_the_first_of_them(on_ranks):
     on_ranks(body, 2)
 
 
+def test_a_dict_with_a_tensor_that_cannot_be_moved_is_an_error_on_both_sides(on_ranks):
+    """Its receivers waited for their deadline, and took its sender for dead."""
+
+    def body(comm):
+        wrong = {"tensor": torch.ones(2, requires_grad=True)}
+        if comm.rank == 0:
+            with pytest.raises(ValueError, match="autograd"):
+                comm.send_tensors(wrong, 1)
+            with pytest.raises(ValueError, match="autograd"):
+                comm.broadcast_tensors(wrong)
+        else:
+            with pytest.raises(CoordinatorError, match=r"rank 0, send_tensors: .*autograd"):
+                comm.recv_tensors(0)
+            with pytest.raises(CoordinatorError, match=r"rank 0, broadcast_tensors: .*autograd"):
+                comm.broadcast_tensors()
+        return comm.allreduce(torch.ones(1)).item()
+
+    assert on_ranks(body, 2) == [2.0, 2.0]
+
+
 def test_a_dict_that_cannot_be_sent_is_an_error_on_both_sides(on_ranks):
     def body(comm):
         if comm.rank == 0:
