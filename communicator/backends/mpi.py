@@ -70,20 +70,20 @@ class Mpi(TaggedP2PBackend):
 
     def start_bytes(self, kind: str, data: torch.Tensor, peer: int, tag: int) -> Any:
         start = self._comm.Isend if kind == "send" else self._comm.Irecv
-        return start(self._bytes(data), peer, tag)
+        return _kept(start(self._bytes(data), peer, tag))
 
     def barrier(self) -> None:
-        self.wait_for("barrier", self._comm.Ibarrier())
+        self._complete("barrier", self._comm.Ibarrier())
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        self.wait_for("broadcast", self._comm.Ibcast(self._bytes(tensor), src))
+        self._complete("broadcast", self._comm.Ibcast(self._bytes(tensor), src))
 
     def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         own = self._bytes(_apart(tensor, out))
-        self.wait_for("allgather", self._comm.Iallgather(own, self._bytes(out)))
+        self._complete("allgather", self._comm.Iallgather(own, self._bytes(out)))
 
     def alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        self.wait_for("alltoall", self._comm.Ialltoall(self._bytes(tensor), self._bytes(out)))
+        self._complete("alltoall", self._comm.Ialltoall(self._bytes(tensor), self._bytes(out)))
 
     def allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
         if not _is_reduced(tensor, op):
@@ -91,7 +91,7 @@ class Mpi(TaggedP2PBackend):
         if out is not tensor:
             out.copy_(tensor)
         numbers, in_place = self._numbers(out), self._mpi.IN_PLACE
-        self.wait_for("allreduce", self._comm.Iallreduce(in_place, numbers, self._op(op)))
+        self._complete("allreduce", self._comm.Iallreduce(in_place, numbers, self._op(op)))
         self._average(out, op)
 
     def reduce(self, out: torch.Tensor | None, tensor: torch.Tensor, dst: int, op: str) -> None:
@@ -99,12 +99,12 @@ class Mpi(TaggedP2PBackend):
             return super().reduce(out, tensor, dst, op)
         if out is None:
             numbers = self._numbers(tensor)
-            self.wait_for("reduce", self._comm.Ireduce(numbers, None, self._op(op), dst))
+            self._complete("reduce", self._comm.Ireduce(numbers, None, self._op(op), dst))
             return
         if out is not tensor:
             out.copy_(tensor)
         numbers, in_place = self._numbers(out), self._mpi.IN_PLACE
-        self.wait_for("reduce", self._comm.Ireduce(in_place, numbers, self._op(op), dst))
+        self._complete("reduce", self._comm.Ireduce(in_place, numbers, self._op(op), dst))
         self._average(out, op)
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str) -> None:
@@ -112,7 +112,7 @@ class Mpi(TaggedP2PBackend):
             return super().reduce_scatter(out, tensor, op)
         rows, row = self._numbers(_apart(tensor, out)), self._numbers(out)
         start = self._comm.Ireduce_scatter_block
-        self.wait_for("reduce_scatter", start(rows, row, self._op(op)))
+        self._complete("reduce_scatter", start(rows, row, self._op(op)))
         self._average(out, op)
 
     def _average(self, out: torch.Tensor, op: str) -> None:
@@ -132,8 +132,15 @@ class Mpi(TaggedP2PBackend):
         """The bytes of the tensor, as what keeps it alive: a request holds on to it."""
         return as_bytes(tensor).numpy()
 
+    def _complete(self, call: str, request: Any) -> None:
+        self.wait_for(call, _kept(request))
+
     def wait_for(self, call: str, work: Any) -> None:
         """Test until the request has ended: MPI itself would wait for ever, and burn a core."""
+        self._test(call, work)
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(work))
+
+    def _test(self, call: str, work: Any) -> None:
         for _ in range(EAGER_TESTS):
             if work.Test():
                 return
@@ -142,15 +149,14 @@ class Mpi(TaggedP2PBackend):
             time.sleep(min((now - start) * SLEEP_FRACTION, timings.TIMINGS.stream_poll_s))
             now = time.monotonic()
             if now - last_check > timings.TIMINGS.liveness_poll_s:
-                self._check_wait(call, work, now - start)
+                self._check_wait(call, now - start)
                 last_check = now
 
-    def _check_wait(self, call: str, request: Any, waited_s: float) -> None:
+    def _check_wait(self, call: str, waited_s: float) -> None:
         """Raise PeerLost if a peer is known dead, CommunicatorTimeout past the deadline."""
         lost = self._lost_peers()
         if not lost and waited_s < self.timeout_s:
             return
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(request))  # for ever: MPI may still write
         message = (
             f"{self._me} {'failed' if lost else 'timed out'} after {waited_s:.1f} s in "
             f"{call} (mpi, {self.world_size} ranks)."
@@ -158,6 +164,12 @@ class Mpi(TaggedP2PBackend):
             f"and alive?{'' if lost else describe_late(self.coor)}"
         )
         raise PeerLost(message, lost) if lost else CommunicatorTimeout(message)
+
+
+def _kept(request: Any) -> Any:
+    """The request, kept until wait_for sees its end, or for ever: MPI may still write."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(request))
+    return request
 
 
 def _is_reduced(tensor: torch.Tensor, op: str) -> bool:

@@ -3,7 +3,9 @@
 mpiexec -n 3 python under_mpi.py
 """
 
+import gc
 import sys
+import weakref
 
 import torch
 
@@ -23,6 +25,10 @@ def check(coor):
             wrong_size(comm, count)
             comm.barrier()
     subgroup(coor)
+    with Communicator(coor, "mpi", timeout_s=1.0) as comm:
+        if coor.rank == 1:
+            never_sent(comm)
+        coor.barrier()
     with Communicator(coor, "mpi", timeout_s=1.0) as comm:
         if coor.rank:
             late(comm)
@@ -75,6 +81,25 @@ def wrong_size(comm, count):
         else:
             raise AssertionError("nobody noticed")
         assert comm.recv(torch.zeros(2), 0).sum() == 2
+
+
+class Memory(bytearray):
+    """The memory of a tensor, to which a weak reference may be had."""
+
+
+def never_sent(comm):
+    """The memory of the tensor was freed, although MPI might still have written to it."""
+    memory = Memory(400)
+    kept = weakref.ref(memory)
+    try:
+        comm.recv(torch.frombuffer(memory, dtype=torch.float32), 0)
+    except CommunicatorTimeout as error:
+        assert "recv from rank 0" in str(error)
+    else:
+        raise AssertionError("rank 0 never sent")
+    del memory
+    gc.collect()
+    assert kept() is not None
 
 
 def late(comm):
