@@ -206,15 +206,13 @@ PyObject* comm_async_error(PyObject* object, PyObject*) {
     CallSite site = site_of(self, "async_error");
     if (!COMM_HAS(self->table, async_error)) return raise_not_offered(site, self->table);
     if (!self->call_mutex->try_lock()) return new_reference(Py_None);
-    comm_result code = COMM_OK;
-    if (self->handle != nullptr) {
-        PyThreadState* state = PyEval_SaveThread();
-        code = self->table->async_error(self->handle);
-        PyEval_RestoreThread(state);
+    if (self->handle == nullptr) {
+        self->call_mutex->unlock();
+        return new_reference(Py_None);
     }
-    if (code != COMM_OK) raise_result(self->table, code, self->table->last_error(self->handle));
-    self->call_mutex->unlock();
-    return code == COMM_OK ? new_reference(Py_None) : nullptr;
+    bool is_sound =
+        call_locked(self, site, [&](comm_t comm) { return self->table->async_error(comm); });
+    return is_sound ? new_reference(Py_None) : nullptr;
 }
 
 PyObject* comm_borrow(PyObject* object, PyObject*) {

@@ -505,6 +505,33 @@ def test_python_that_runs_while_an_error_is_raised_may_call_the_same_communicato
         assert not thread.is_alive() and log_of(path)[-1] == "MemFree"
 
 
+def test_an_error_that_is_looked_for_is_raised_once_other_calls_may_be_made(path, monkeypatch):
+    """It was raised under the lock of the calls, which garbage and the error itself may make."""
+
+    def init(error, text):
+        init_before(error, text)
+        ctypes.CDLL(path).stand_in_fail_with(0)
+        comm._backend._comm.mem_free(address)
+
+    def look():
+        try:
+            raise KeyError  # within whose handler Python makes the next one at once
+        except KeyError:
+            with contextlib.suppress(PeerLost):
+                comm._backend._comm.async_error()
+
+    with Coordinator() as coor, Communicator._of(Nccl, coor, library=path) as comm:
+        address = comm.mem_alloc(4096)
+        init_before = PeerLost.__init__
+        monkeypatch.setattr(PeerLost, "__init__", init)
+        ctypes.CDLL(path).stand_in_fail_with(6)
+        log_of(path)
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        thread.join(SOON_S)
+        assert not thread.is_alive() and log_of(path)[-1] == "MemFree"
+
+
 def test_memory_that_is_dropped_waits_for_a_call_that_may_wait_for_the_device(path, monkeypatch):
     """Garbage may be collected while any thread captures, and waiting would end that capture."""
     cuda_on_cpu.install(monkeypatch)
