@@ -233,7 +233,8 @@ PyObject* comm_raise_result(PyObject* object, PyObject* args) {
     int code;
     const char* text;
     if (!PyArg_ParseTuple(args, "is", &code, &text)) return nullptr;
-    return raise_result(comm_of(object)->table, static_cast<comm_result>(code), text);
+    raise_call_error(comm_of(object), static_cast<comm_result>(code), text);
+    return nullptr;
 }
 
 PyObject* comm_handle(PyObject* object, PyObject*) {

@@ -448,6 +448,24 @@ def a_rank_that_stays_away_is_named_in_time():
     return []
 
 
+@program(3)
+def a_rank_that_stays_away_from_a_group_is_named_as_torch_numbers_it():
+    """Calls in C++ said a number within the group, and not that it was one."""
+    dist.barrier()
+    pair = dist.new_group([1, 2], timeout=timedelta(seconds=1))
+    if dist.get_rank() and dist.get_backend() != "gloo":
+        dist.all_reduce(torch.ones(1), group=pair)  # opens it
+    if dist.get_rank() == 1 and dist.get_backend() != "gloo":
+        try:
+            dist.all_reduce(torch.ones(1), group=pair)
+        except CommunicatorTimeout as error:
+            assert "rank 1, in the group of rank 1, rank 2, numbered from 0" in str(error), error
+        else:
+            raise AssertionError("nobody noticed")
+    dist.barrier()
+    return []
+
+
 @program(2)
 def set_timeout_gives_later_calls_another_deadline():
     dist.barrier()
