@@ -33,8 +33,13 @@ class PythonWork : public c10d::Work {
     c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return work_->getFuture(); }
     bool isCompleted() override { return call<bool>("is_completed"); }
     bool isSuccess() const override { return call<bool>("is_success"); }
+    std::exception_ptr exception() const override {
+        py::gil_scoped_acquire gil;
+        py::object error = object_->attr("exception")();
+        return error.is_none() ? nullptr : PythonError(error).as_exception();
+    }
     int sourceRank() const override { return call<int>("_source_rank"); }
-    void synchronize() override { call<py::object>("synchronize"); }
+    void synchronize() override { wait(kNoTimeout); }
     Tensors result() override { return call<Tensors>("result"); }
 
   private:

@@ -309,13 +309,14 @@ def a_peer_that_dies_is_named_where_it_is_waited_for():
         return []
     if dist.get_rank() == 1:
         os._exit(0)
-    work = dist.all_reduce(mine(3), async_op=True)
-    try:
-        work.wait()
-    except PeerLost as error:
-        assert "rank 1" in str(error) and isinstance(_exception_of(work, error), PeerLost)
-        os._exit(0)
-    raise AssertionError("nobody noticed")
+    for work in (dist.all_reduce(mine(3), async_op=True), dist.irecv(mine(3), 1)):
+        try:
+            work.wait()
+        except PeerLost as error:
+            assert "rank 1" in str(error) and isinstance(_exception_of(work, error), PeerLost)
+        else:
+            raise AssertionError("nobody noticed")
+    os._exit(0)
 
 
 def _exception_of(work, error):
