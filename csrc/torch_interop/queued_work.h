@@ -59,7 +59,12 @@ class QueuedWork : public c10d::Work {
         return true;
     }
 
-    void synchronize() override { wait(kNoTimeout); }
+    // torch calls it with the GIL, which the call that is waited for may need.
+    void synchronize() override {
+        std::optional<py::gil_scoped_release> no_gil;
+        if (PyGILState_Check()) no_gil.emplace();
+        wait(kNoTimeout);
+    }
 
     std::exception_ptr exception() const override {
         return error_ ? error_->as_exception() : nullptr;

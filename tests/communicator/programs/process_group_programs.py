@@ -5,6 +5,7 @@ python process_group_programs.py FOLDER     # writes FOLDER/<program>: a traceba
 
 import os
 import sys
+import time
 import traceback
 from datetime import timedelta
 from functools import partial
@@ -465,6 +466,17 @@ def a_rank_that_stays_away_from_a_group_is_named_as_torch_numbers_it():
             raise AssertionError("nobody noticed")
     dist.barrier()
     return []
+
+
+@program(2)
+def a_call_that_another_thread_runs_is_synchronized_with():
+    """It was waited for with the GIL, for which the call waited."""
+    tensor = mine(3)
+    if dist.get_rank() == 1:
+        time.sleep(0.3)
+    work = dist.reduce(tensor, 0, async_op=True)
+    work.wait() if dist.get_backend() == "gloo" else work.synchronize()
+    return [tensor] if dist.get_rank() == 0 else []
 
 
 @program(2)
