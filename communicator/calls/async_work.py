@@ -152,13 +152,14 @@ class WorkQueue:
         self._calls.join()
 
     def close(self, is_waiting: bool = True) -> None:
-        """Return when all calls have ended, or let them end by themselves."""
+        """Return when all calls have ended, or let them: so always on the thread that runs them."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
-            if self._thread is not None and not was_closed:
+            thread = self._thread
+            if thread is not None and not was_closed:
                 self._calls.put(None)
-        if self._thread is not None and is_waiting:
-            self._thread.join()
+        if thread is not None and is_waiting and not self.is_current(threading.current_thread()):
+            thread.join()
 
 
 @torch.inference_mode()  # so that it may write to any tensor, as a caller in that mode could

@@ -149,6 +149,7 @@ class DrumlineProcessGroup(GroupCollectives):
     def abort(self) -> None:
         """End all calls with an error, and close the communicators."""
         self._comms.abort()
+        self._queue.close(is_waiting=False)
         self._close_messages(is_aborting=True)  # or a peer that does not read delays it
         self._close()
 

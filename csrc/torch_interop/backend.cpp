@@ -349,5 +349,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         .def("run", as_method(&CallQueue::run))
         .def("submit", as_method(&CallQueue::submit))
         .def("run_or_submit", as_method(&CallQueue::run_or_submit))
-        .def("close", &CallQueue::close, py::call_guard<py::gil_scoped_release>());
+        .def("close", &CallQueue::close, py::arg("is_waiting") = true,
+             py::call_guard<py::gil_scoped_release>());
 }

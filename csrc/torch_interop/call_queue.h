@@ -97,11 +97,12 @@ class CallQueue {
         bool taken_;
     };
 
-    // Returns when all calls have ended. Without the GIL.
-    void close() {
+    // Returns when all calls have ended, or lets them: so always on the queue's thread. Without the
+    // GIL.
+    void close(bool is_waiting) {
         request_stop();
         std::thread ending;
-        if (served() != state_.get()) {
+        if (is_waiting && served() != state_.get()) {
             std::lock_guard<std::mutex> lock(state_->mutex);
             ending.swap(thread_);  // a call that is submitted meanwhile may need another one
         }

@@ -63,3 +63,10 @@ def test_calls_that_are_submitted_to_a_closed_queue_run():
         handle = queue.submit(lambda number=number: results.append(number), [])
         assert handle.is_completed() and queue.is_idle()
     assert results == [1, 2, 3]
+
+
+def test_a_queue_may_be_closed_by_a_call_of_its_own():
+    """Its thread waited for itself, which raises."""
+    queue = WorkQueue()
+    queue.submit(queue.close, []).wait()
+    assert queue.submit(lambda: None, []).is_completed()

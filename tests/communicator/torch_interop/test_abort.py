@@ -16,7 +16,7 @@ from coordinator import DrumlineError
 
 @pytest.mark.parametrize("backend", [Shm, Tcp])
 def test_abort_ends_collectives_and_messages_that_wait(ranks, backend):
-    """Over shared memory it waited for them, until their deadline."""
+    """Over shared memory it waited for them, until their deadline. The queue's thread stayed."""
 
     store, is_over, queue = HashStore(), threading.Event(), WorkQueue()
 
@@ -32,8 +32,9 @@ def test_abort_ends_collectives_and_messages_that_wait(ranks, backend):
             for work in (call, message):
                 with pytest.raises(DrumlineError, match=r"abort|destroy|on a closed"):
                     work.wait()
-            aborter.join(10)
-            assert not aborter.is_alive()
+            for thread in (aborter, queue._thread):
+                thread.join(10)
+                assert not thread.is_alive()
             is_over.set()
         else:
             assert is_over.wait(30)
