@@ -241,7 +241,7 @@ class GroupCollectives(ProcessGroup):  # type: ignore[misc]
         pass
 
     def _end_coalescing(self, device: torch.device | None = None) -> AsyncWork:
-        """Ends when all calls before it have."""
+        """Ends when the collectives before it have; messages are waited for one by one."""
         on_device = device is not None and device.type != "cpu"
         return self._start(lambda: None, [], None, on_device=on_device)
 

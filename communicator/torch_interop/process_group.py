@@ -82,7 +82,7 @@ class DrumlineProcessGroup(GroupCollectives):
         self._p2p: P2PGroup | None = None
         self._close_messages: Close = lambda **_: None
         if whole is None:
-            self._open_p2p_and_devices(self._comms.chosen)
+            self._open_p2p_and_devices()
         else:
             if whole._p2p is not None and ranks.world_size > 1:
                 self._p2p = whole._p2p.engine.open_group(ranks, list(global_ranks))
@@ -98,7 +98,7 @@ class DrumlineProcessGroup(GroupCollectives):
         coor = self._ranks.coordinator()
         return Met(coor, self._comms.chosen if len(coor.nodes) == 1 else None, {})
 
-    def _open_p2p_and_devices(self, chosen: Chosen) -> None:
+    def _open_p2p_and_devices(self) -> None:
         self._open_if_any("cpu")
         self._open_if_any("cuda")
         comm = self._comms.if_opened("cpu")
