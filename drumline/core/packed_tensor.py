@@ -182,20 +182,20 @@ def _take(packed: PackedTensor, key: Any) -> torch.Tensor:
     return PackedTensor.of(packed.parts, unpack, shape, packed.dtype)
 
 
-def _linear(hidden: Any, packed: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _linear(input: Any, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
     """A few inputs are multiplied with the packed values, where there is a way to do so.
 
     The product differs from that with the plain weight by the order of its sums alone.
     """
     product = None
-    if isinstance(packed, PackedTensor) and _is_multiplied(hidden, packed):
-        inputs = hidden.reshape(-1, hidden.shape[-1]).float().contiguous()
-        product = packed.unpack.multiply(packed.parts, inputs, None)
+    if isinstance(weight, PackedTensor) and _is_multiplied(input, weight):
+        inputs = input.reshape(-1, input.shape[-1]).float().contiguous()
+        product = weight.unpack.multiply(weight.parts, inputs, None)
     if product is None:
-        return linear(*_unpacked((hidden, packed, bias)))  # as the plain weight's layer does
+        return linear(*_unpacked((input, weight, bias)))  # as the plain weight's layer does
     if bias is not None:
         product += bias
-    return product.to(hidden.dtype).view(*hidden.shape[:-1], -1)
+    return product.to(input.dtype).view(*input.shape[:-1], -1)
 
 
 def _is_multiplied(hidden: Any, packed: PackedTensor) -> bool:

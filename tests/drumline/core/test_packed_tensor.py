@@ -88,3 +88,12 @@ def test_tied_weights_stay_one_when_their_parts_are_read():
     hidden = torch.rand(3, 5, dtype=torch.bfloat16)
     assert torch.equal(model["head"](hidden), functional.linear(hidden, plain))
     assert not model["head"].weight.requires_grad
+
+
+def test_weights_may_be_given_by_the_names_that_torch_has():
+    packed, plain = Bytes().packed(7, 5)
+    hidden, ids = torch.rand(3, 5, dtype=torch.bfloat16), torch.tensor([6, 2])
+    for weight in (packed, plain):
+        products = functional.linear(input=hidden, weight=weight, bias=None)
+        assert torch.equal(products, functional.linear(hidden, plain))
+        assert torch.equal(functional.embedding(input=ids, weight=weight), plain[ids])
