@@ -130,7 +130,8 @@ class TensorLayout:
                 frame.view(dtype).as_strided(shape, strides, at).copy_(tensor.detach())
 
     def views(self, frame: torch.Tensor, start: int) -> list[torch.Tensor]:
-        typed = {dtype: frame.view(dtype) for dtype, *_ in self.parts}
+        with torch.inference_mode(False):  # as in _memory()
+            typed = {dtype: frame.view(dtype) for dtype, *_ in self.parts}
         return [
             typed[dtype].as_strided(shape, strides, (start + offset) // dtype.itemsize)
             for dtype, shape, strides, offset, _ in self.parts
@@ -151,6 +152,13 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...]:
     strides = tensor.stride()
     order = tuple(sorted(range(tensor.dim()), key=lambda axis: -strides[axis]))
     return order if tensor.permute(order).is_contiguous() else ()
+
+
+def _memory(nbytes: int) -> torch.Tensor:
+    """Bytes for a frame, which may be kept, or received for another thread, so that they are not
+    to be tensors of inference mode: what is made in it cannot be changed outside of it."""
+    with torch.inference_mode(False):
+        return torch.empty(nbytes, dtype=torch.uint8)
 
 
 @dataclass
@@ -250,9 +258,9 @@ class MessageChannel:
     def _send_buffer(self, nbytes: int) -> torch.Tensor:
         """Memory to pack a message in: the last one's again if it will do."""
         if nbytes > MAX_KEPT_NBYTES:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return _memory(nbytes)
         if nbytes > self._frame.numel():
-            self._frame = torch.empty(nbytes, dtype=torch.uint8)
+            self._frame = _memory(nbytes)
         return self._frame
 
     def _layout(self, key: Any, make: Callable[[Any], TensorLayout]) -> TensorLayout:
@@ -271,7 +279,7 @@ class MessageChannel:
         """
         expected = 0 if self._expected_next is None else self._expected_next[0].nbytes
         room = max(self.frame_nbytes, min(expected, MAX_KEPT_NBYTES))
-        frame = torch.empty(room, dtype=torch.uint8)
+        frame = _memory(room)
         data = memoryview(frame.numpy())  # type: ignore[arg-type]
         # The prediction is made before the wait, while there is time.
         head, predicted = self._predicted_message(frame)
@@ -283,7 +291,7 @@ class MessageChannel:
         nbytes = int.from_bytes(data[:8], "little")
         self._expect_next(nbytes)
         if nbytes > room:
-            frame = torch.empty(nbytes, dtype=torch.uint8)
+            frame = _memory(nbytes)
             frame[:num_received] = first
         if nbytes > num_received:
             self.comm.recv(frame[num_received:nbytes], self.peer)

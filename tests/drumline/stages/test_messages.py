@@ -136,3 +136,15 @@ def test_a_message_longer_than_a_frame_is_predicted_too():
         message = receiver.receive(predictions.append)
         assert torch.equal(message.tensors[0], sent)
     assert message is predictions[1]
+
+
+def test_a_channel_that_was_used_in_inference_mode_is_of_use_outside_of_it():
+    """Its memory could not be written to there; nor could what one thread received for another."""
+    _, sender, receiver = link()
+    columns = torch.rand(4, 40).t()
+    with torch.inference_mode():
+        sender.send(Message(MessageKind.CALL, tensors=[torch.ones(999)]))
+        (received,) = receiver.receive().tensors
+    assert torch.equal(received.add_(1), torch.full((999,), 2.0))
+    sender.send(Message(MessageKind.CALL, tensors=[columns[::2]]))
+    assert torch.equal(receiver.receive().tensors[0], columns[::2])
