@@ -108,9 +108,9 @@ def chunks(inputs: Mapping[str, Any], past: int, size: int) -> list[dict[str, An
 def may_be_chunked(inputs: Mapping[str, Any], past: int, size: int) -> bool:
     """True if a pass may be split along its tokens, as far as its inputs say."""
     batch, tokens = shape(inputs)
-    mask, keep = inputs.get("attention_mask"), inputs.get("logits_to_keep") or 0
-    if undivided_inputs(inputs, batch):
+    if undivided_inputs(inputs, batch):  # such as a tensor of the logits to keep
         return False
+    mask, keep = inputs.get("attention_mask"), inputs.get("logits_to_keep") or 0
     is_flat = mask is None or (mask.dim() == 2 and mask.shape[1] == past + tokens)
     is_short = not keep or 0 < keep <= (tokens - 1) % size + 1
     is_usual = not inputs.get("output_hidden_states") and inputs.get("return_dict") is not False

@@ -19,6 +19,7 @@ import torch
 from coordinator import torch_private
 from drumline.contact.caches import cache_of, has_windows, is_of_transformers, is_plain, with_cache
 from drumline.contact.generate_options import keeps_rows_apart, unread_options
+from drumline.contact.loading.configs import is_config
 from drumline.contact.passes import (
     join_chunks,
     join_rows,
@@ -204,7 +205,8 @@ class MicrobatchMixin:
         A hook of the script's own would see a part of the batch at a time. Of autocast, which is
         refused, other threads know nothing.
         """
-        if is_autocast_enabled() or not microbatch.keeps_no_state(self.config):
+        config = getattr(self, "config", None)  # not of every module that is dispatched
+        if is_autocast_enabled() or not (is_config(config) and microbatch.keeps_no_state(config)):
             return False
         modules = self.modules()  # type: ignore[attr-defined]
         return not any(map(_is_hooked, modules))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -20,6 +21,8 @@ from transformers import (
     StaticCache,
 )
 
+import drumline
+import launcher
 from drumline import DrumlineError
 from drumline.contact.caches import cache_key, cache_of, with_cache, without_caches
 from drumline.contact.generate_options import keeps_rows_apart, unread_options
@@ -570,3 +573,30 @@ def test_groups_of_a_batch_keep_several_ranks_at_work(checkpoints, on_master, mo
 
     whole, groups = on_master(checkpoints.llama()[1], 3, lambda model: list(work(model)))
     assert whole == 0 and groups >= 3
+
+
+def test_logits_that_a_tensor_names_keep_a_prompt_whole():
+    """It was asked for its truth, of which several values have none."""
+    inputs = {"input_ids": torch.zeros(1, 9), "logits_to_keep": torch.tensor([7, 8])}
+    assert not microbatch.may_be_chunked(inputs, 0, 4)
+
+
+class Bare(nn.Module):
+    """A model without a config, of which nothing is known but its parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Embedding(8, 4), nn.Linear(4, 4)
+
+    def forward(self, input_ids, use_cache=None):
+        return self.second(self.first(input_ids))
+
+
+def test_a_long_batch_for_a_module_without_a_config_stays_whole():
+    def rank():
+        model = Bare().requires_grad_(False)
+        with drumline.dispatch(model, {"first": 0, "second": 1}) as split, torch.no_grad():
+            return split(input_ids=torch.ones(4, 512, dtype=torch.long), use_cache=False).shape
+
+    shape = launcher.launch(rank, nprocs=2, launcher="threads", timeout_s=60)[0]
+    assert shape == (4, 512, 4)
