@@ -6,6 +6,7 @@ model = drumline.load("checkpoint", on_failure="replan")
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import gc
 import logging
 import os
@@ -62,6 +63,7 @@ class Replanner:
         self._path, self._options, self.coor = path, options, Coordinator()
         self._first_rank = self.coor.rank
         self._idle, self._num_calls = threading.Condition(), 0
+        self._is_inside = contextvars.ContextVar("is_inside", default=False)  # of a call
         self._end: BaseException | None = None
         self.script_failure: Exception | None = None  # the others end after this rank, to be blamed
         if self.coor.is_master():
@@ -134,14 +136,18 @@ class Replanner:
     def call(self, model: Any, *, may_wait: bool) -> Iterator[None]:
         """A call of the master's model; before it, the model is loaded again if a rank was lost.
 
-        Not while other calls are in it. may_wait: for these to fail, as they do soon.
+        Not while other calls are in it. may_wait: for these to fail, as they do soon. A call that
+        is inside of another one, such as that of a logits processor, fails at once.
         """
         with self._idle:
+            if self._is_inside.get() and _is_lost(model):
+                raise PeerLost(model._driver.lost.what, model._driver.lost.failures, REPEAT)
             while may_wait and _is_lost(model) and self._num_calls:
                 self._idle.wait()
             if _is_lost(model) and not self._num_calls:
                 self._load_again(model)
             self._num_calls += 1
+        outside = self._is_inside.set(True)
         try:
             yield
         except PeerLost as lost:
@@ -149,6 +155,7 @@ class Replanner:
                 raise
             raise PeerLost(lost.what, lost.failures, REPEAT) from lost
         finally:
+            self._is_inside.reset(outside)
             with self._idle:
                 self._num_calls -= 1
                 self._idle.notify_all()

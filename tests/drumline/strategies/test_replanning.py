@@ -1,8 +1,10 @@
 """Models whose ranks are lost, and that go on over the others."""
 
+import contextvars
 import json
 import os
 import signal
+import threading
 import types
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import drumline
 import launcher
 from coordinator import Coordinator, FailureReason
 from drumline.errors import PeerLost, PlanError
+from drumline.pipeline.microbatch_runner import MicrobatchRunner
 from drumline.strategies import replanning
 from drumline.strategies.replanning import Replanner, memory_of
 
@@ -147,6 +150,8 @@ def test_ranks_that_cannot_hold_the_model_say_so_in_every_call(checkpoints, star
 def replanner_with(coor):
     replanner = object.__new__(Replanner)
     replanner.coor, replanner.script_failure = coor, None
+    replanner._idle, replanner._num_calls = threading.Condition(), 0
+    replanner._is_inside = contextvars.ContextVar("is_inside", default=False)
     return replanner
 
 
@@ -171,6 +176,34 @@ def test_ranks_that_never_meet_raise_the_loss_for_which_they_came(monkeypatch):
     with pytest.raises(PeerLost) as raised:
         replanner._regroup(lost)
     assert raised.value is lost and replanner.coor is before
+
+
+def test_a_call_inside_of_one_of_a_lost_model_fails_at_once_and_one_beside_it_waits(monkeypatch):
+    """A logits processor that tried again waited for the call that it was in, for ever."""
+    lost = PeerLost("rank 0 lost rank 1")
+    model = types.SimpleNamespace(_driver=types.SimpleNamespace(lost=None))
+    replanner, order = replanner_with(None), []
+
+    def load_again(model):
+        order.append("loaded")
+        model._driver.lost = None
+
+    monkeypatch.setattr(replanner, "_load_again", load_again)
+
+    def beside():
+        with replanner.call(model, may_wait=True):
+            order.append("beside")
+
+    with pytest.raises(PeerLost, match="repeat this one"), replanner.call(model, may_wait=True):
+        model._driver.lost = lost
+        thread = threading.Thread(target=beside)
+        thread.start()
+        with pytest.raises(PeerLost, match="repeat this one"):
+            MicrobatchRunner().map(lambda _: replanner.call(model, may_wait=True).__enter__(), [0])
+        with replanner.call(model, may_wait=True):
+            pass
+    thread.join(20)
+    assert order == ["loaded", "beside"]
 
 
 CUT_OFF = """
