@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import threading
 from collections import deque
@@ -88,7 +89,7 @@ class PipelineDriver:
         try:
             with self._send_lock:
                 if self._failure is not None:
-                    raise self._failure
+                    raise copy.copy(self._failure)  # whose traceback would grow each time
                 if self._is_desynchronised:
                     self._resync()
                 # Taken under the send lock, so that every rank applies them in the order of this
@@ -211,7 +212,7 @@ class PipelineDriver:
         """Use the ring. If that raises one of `errors`, so does every later use, on any thread."""
         try:
             if self._failure is not None:
-                raise self._failure
+                raise copy.copy(self._failure)
             return work()
         except errors as error:
             if self._failure is None:

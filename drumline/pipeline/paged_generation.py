@@ -8,6 +8,7 @@ follow. There is no log of what a cache holds, so a pass that fails leaves nothi
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import threading
@@ -92,7 +93,7 @@ class BatchedRanks:
             return
         lost = getattr(self.driver, "lost", None)
         if lost is not None and not hasattr(self.model, "_replanner"):
-            raise lost
+            raise copy.copy(lost)
         raise PeerLost(
             lost.what if lost else "rank 0: the model was loaded again after a rank was lost",
             lost.failures if lost else (),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import functools
 import itertools
 import json
@@ -190,7 +191,7 @@ class Scheduler:
     def check_capacity(self, num_sequences: int) -> None:
         """Raise ServerBusy or RequestTooLarge if the queue cannot take that many now."""
         if self._closed_by is not None:
-            raise self._closed_by
+            raise copy.copy(self._closed_by)  # whose traceback would grow each time
         num_waiting = max(len(self._open) - self.limits.max_running, 0)
         most = self.limits.max_waiting
         if num_sequences > most:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 import gc
 import logging
 import os
@@ -26,7 +27,7 @@ import launcher
 from coordinator import Coordinator, CoordinatorError, FailureReason, torch_private
 from drumline.core.group_monitor import monitored_loading
 from drumline.core.mixed_classes import mixed_class
-from drumline.errors import PeerLost, PlanError, WorkerExit
+from drumline.errors import DrumlineError, PeerLost, PlanError, WorkerExit, describe_error
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import Memory
 from drumline.strategies.pipeline_parallel import load_pipeline
@@ -64,7 +65,7 @@ class Replanner:
         self._first_rank = self.coor.rank
         self._idle, self._num_calls = threading.Condition(), 0
         self._is_inside = contextvars.ContextVar("is_inside", default=False)  # of a call
-        self._end: BaseException | None = None
+        self._end: DrumlineError | None = None
         self.script_failure: Exception | None = None  # the others end after this rank, to be blamed
         if self.coor.is_master():
             launcher.outlive_failures(self.coor.info)
@@ -83,12 +84,14 @@ class Replanner:
                     options = self._options_now()
                     return self._adopted(load_pipeline(self._path, self.coor, options, model))
                 except PeerLost as error:
-                    lost = _without_frames(error)
+                    lost = copy.copy(error)  # without its frames, which hold the weights
         except WorkerExit:
             self.coor.close()
             raise
         except BaseException as error:
-            self._end = error
+            why = f"loading the model anew raised {describe_error(error)}; start all ranks again."
+            end = error if isinstance(error, DrumlineError) else DrumlineError(f"rank 0: {why}")
+            self._end = copy.copy(end)
             self.coor.__exit__(type(error), error, None)
             raise
 
@@ -162,7 +165,7 @@ class Replanner:
 
     def _load_again(self, model: Any) -> None:
         if self._end is not None:
-            raise self._end
+            raise copy.copy(self._end)
         settings = getattr(model, "generation_config", None)
         model._leave.detach()
         for module in model.modules():  # their memory is needed for the new ones
@@ -216,11 +219,6 @@ def _met(before: Coordinator) -> Coordinator | None:
 def _close_listener(info: launcher.LaunchInfo | None) -> None:
     if info is not None and (listener := info.extras.get("master_fd")):
         os.close(int(listener))
-
-
-def _without_frames(error: PeerLost) -> PeerLost:
-    """A copy of the loss without its traceback, whose frames hold the weights of the model."""
-    return PeerLost(error.what, error.failures, error.advice)
 
 
 def _release_memory() -> None:

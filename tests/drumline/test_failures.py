@@ -605,3 +605,18 @@ def test_a_closed_model_says_so(checkpoints, on_master):
             model.generate(torch.arange(3, 12)[None], max_new_tokens=2)
 
     on_master(checkpoints.llama()[1], 2, work)
+
+
+def test_the_error_of_a_model_that_failed_does_not_grow_with_each_call(checkpoints, on_master):
+    """Its traceback got the frames of every later call, and all that is in them."""
+
+    def work(model):
+        driver = model._driver
+        model.close()
+        uses = lambda: model(torch.arange(3, 12)[None]), lambda: driver._failing_all_threads(len)
+        for use in uses:
+            with pytest.raises(drumline.DrumlineError, match="closed"):
+                use()
+        return driver._failure.__traceback__
+
+    assert on_master(checkpoints.llama()[1], 2, work) is None

@@ -14,7 +14,7 @@ import torch
 import drumline
 import launcher
 from coordinator import Coordinator, FailureReason
-from drumline.errors import PeerLost, PlanError
+from drumline.errors import DrumlineError, PeerLost, PlanError
 from drumline.pipeline.microbatch_runner import MicrobatchRunner
 from drumline.strategies import replanning
 from drumline.strategies.replanning import Replanner, memory_of
@@ -149,7 +149,7 @@ def test_ranks_that_cannot_hold_the_model_say_so_in_every_call(checkpoints, star
 
 def replanner_with(coor):
     replanner = object.__new__(Replanner)
-    replanner.coor, replanner.script_failure = coor, None
+    replanner.coor, replanner.script_failure, replanner._end = coor, None, None
     replanner._idle, replanner._num_calls = threading.Condition(), 0
     replanner._is_inside = contextvars.ContextVar("is_inside", default=False)
     return replanner
@@ -204,6 +204,24 @@ def test_a_call_inside_of_one_of_a_lost_model_fails_at_once_and_one_beside_it_wa
             pass
     thread.join(20)
     assert order == ["loaded", "beside"]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError, PlanError])
+def test_a_load_that_was_interrupted_is_an_error_of_each_later_call(monkeypatch, kind):
+    def load_pipeline(*arguments):
+        raise kind("planted")
+
+    monkeypatch.setattr(replanning, "load_pipeline", load_pipeline)
+    monkeypatch.setattr(Replanner, "_options_now", lambda self: None)
+    coor = types.SimpleNamespace(__exit__=lambda *_: None)
+    replanner = replanner_with(coor)
+    replanner._path = None
+    with pytest.raises(kind):
+        replanner.load()
+    for _ in range(2):
+        with pytest.raises(PlanError if kind is PlanError else DrumlineError, match="planted"):
+            replanner._load_again(None)
+    assert replanner._end.__traceback__ is None
 
 
 CUT_OFF = """
