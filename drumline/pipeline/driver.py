@@ -102,12 +102,11 @@ class PipelineDriver:
                     # the n-th call in this queue. It grows under the lock that orders the sends.
                     self._pending.append(pending)
                     runner = self.microbatches.release_turn(calls.runs[-1].layers[-1])
-                    self._is_desynchronised = True  # for the next call, if this is not sent whole
                     pending.reply = self._failing_all_threads(lambda: self.ring.send(message))
                 except BaseException:
+                    self._is_desynchronised = True  # it may not have been sent whole
                     self._give_up(waiting, num_programs)
                     raise
-                self._is_desynchronised = False
                 if pending.reply is not None:
                     self._pending.remove(pending)
             for cache in _caches(calls):  # while this token is on its way

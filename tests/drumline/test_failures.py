@@ -620,3 +620,27 @@ def test_the_error_of_a_model_that_failed_does_not_grow_with_each_call(checkpoin
         return driver._failure.__traceback__
 
     assert on_master(checkpoints.llama()[1], 2, work) is None
+
+
+def test_an_interrupt_of_another_thread_amid_a_message_is_not_forgotten(checkpoints, on_master):
+    plain, path = checkpoints.llama()
+    ids = torch.arange(3, 12)[None]
+
+    @torch.no_grad()
+    def work(model):
+        driver, send = model._driver, model._driver.ring.send
+        model(ids)  # asks some layers by themselves; from then on a pass is one message
+
+        def interrupted(message):
+            driver.ring.send, driver._is_desynchronised = send, True
+            return send(message)
+
+        driver.ring.send = interrupted
+        logits = [model(ids).logits.tolist()]
+        assert driver._is_desynchronised
+        logits.append(model(ids).logits.tolist())
+        assert not driver._is_desynchronised
+        return logits
+
+    with torch.no_grad():
+        assert on_master(path, 2, work) == [plain(ids).logits.tolist()] * 2
