@@ -30,6 +30,9 @@ Table = dict[str, Any]
 plain_functions = torch._C.DisableTorchFunctionSubclass
 """A context, of one thread, in which subclasses of tensors are plain tensors to Python."""
 
+version_of: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+"""version_of(tensor): how often it was written into; RuntimeError for one of inference mode."""
+
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of a subclass that has only a `__torch_dispatch__`."""
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeGuard
 
 import torch
 
+from coordinator import torch_private
 from drumline.core.pytree import (
     NEW_HIDDEN_STATE,
     Leaves,
@@ -25,7 +26,7 @@ from drumline.core.pytree import (
     has_reusable_arguments,
     iter_leaves,
 )
-from drumline.errors import StageError
+from drumline.errors import DrumlineError, StageError
 from drumline.kv_cache import proxy
 from drumline.kv_cache.placeholder import LayerOrigin
 from drumline.pipeline.lazy_tensor import LazyTensor, LazyUnknownShape, fetched
@@ -83,6 +84,7 @@ class DeferredCalls:
         self.outputs: list[weakref.ref[LazyTensor]] = []
         self.producers: list[Producer] = []
         self.inputs = Leaves()
+        self.versions: list[int | None] = []  # of the inputs when layers were given them
 
     def slots(self, tensors: list[torch.Tensor]) -> tuple[int, ...]:
         """Of each tensor, its position among the inputs, or ~n for the n-th output so far."""
@@ -90,6 +92,7 @@ class DeferredCalls:
         # slots of both once the number of inputs is known.
         values = [t if getattr(t, "source", self) is self else fetched(t) for t in tensors]
         inputs = iter(self.inputs.add([t for t in values if not isinstance(t, LazyTensor)]))
+        self.versions += map(_version, self.inputs.tensors[len(self.versions) :])
         return tuple([~t.slot if isinstance(t, LazyTensor) else next(inputs) for t in values])
 
     def lazy(self, kind: str, producer: Producer, hidden: torch.Tensor) -> LazyTensor:
@@ -152,6 +155,7 @@ class DeferredCalls:
         waiting = [lazy for lazy in alive if self._is_wanted(lazy, is_amid_pass)]
         self.returns = tuple(lazy.slot for lazy in waiting)
         try:
+            self._check_inputs()
             reply = self.exchange(self)
         except StageError:
             for _, new in new_calls:
@@ -166,6 +170,24 @@ class DeferredCalls:
             lazy.value = value.to(lazy.home)
         reply.tensors = reply.tensors[len(waiting) :]
         return reply
+
+    def _check_inputs(self) -> None:
+        """Raise DrumlineError if a tensor was written into since a layer was given it.
+
+        Its values now, which would be sent, are not those that the layer was to get.
+        """
+        if [*map(_version, self.inputs.tensors)] == self.versions:
+            return
+        for cache in [cache for run in self.runs for cache in run.caches]:
+            cache.is_inconsistent = True  # it counts tokens that do not come
+        pairs = zip(self.inputs.tensors, self.versions, strict=True)
+        written = {at for at, (tensor, version) in enumerate(pairs) if _version(tensor) != version}
+        layer = next(run.layers[0] for run in self.runs if written & {*run.slots})
+        raise DrumlineError(
+            f"rank 0: a tensor was written into after {layer.name} on rank {layer.rank} was given "
+            "it and before that ran: calls of layers on other ranks are sent once something reads "
+            "what they return; give them a clone(), or read what they return before you write."
+        )
 
     def _is_wanted(self, lazy: LazyTensor | None, is_amid_pass: bool) -> TypeGuard[LazyTensor]:
         if type(lazy) is not LazyUnknownShape or is_amid_pass:
@@ -207,6 +229,11 @@ class DeferredCalls:
                 steps.append(StageStep(layer.rank, layer.name, *form))
         returns = tuple(num_inputs + position for position in self.returns)
         return Program(operations, num_operands, num_inputs, tuple(steps), returns)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """The writes into a tensor so far; None for one of inference mode, where nobody counts them."""
+    return None if tensor.is_inference() else torch_private.version_of(tensor)
 
 
 class CallsByThread(threading.local):

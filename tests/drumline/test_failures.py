@@ -644,3 +644,26 @@ def test_an_interrupt_of_another_thread_amid_a_message_is_not_forgotten(checkpoi
 
     with torch.no_grad():
         assert on_master(path, 2, work) == [plain(ids).logits.tolist()] * 2
+
+
+def test_a_tensor_that_is_written_into_before_its_layer_runs_is_an_error(checkpoints, on_master):
+    """The layer got what was there when the message was sent, and nobody saw."""
+    plain, path = checkpoints.llama()
+    ids = torch.arange(3, 12)[None]
+
+    def erase(module, args, kwargs):
+        kwargs["position_embeddings"][0].zero_()
+
+    @torch.no_grad()
+    def work(model):
+        layer, cache = model.model.layers[-1], DynamicCache(config=model.config)
+        hook = layer.register_forward_pre_hook(erase, with_kwargs=True)
+        with pytest.raises(drumline.DrumlineError, match=r"on rank 1 was given .* a clone\(\)"):
+            model(ids, past_key_values=cache)
+        hook.remove()
+        with pytest.raises(drumline.DrumlineError, match="start from an empty cache"):
+            model(ids, past_key_values=cache)
+        return model(ids).logits.tolist()
+
+    with torch.no_grad():
+        assert on_master(path, 2, work) == plain(ids).logits.tolist()

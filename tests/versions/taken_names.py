@@ -16,6 +16,7 @@ TORCH = {
     "_functorch": "tensors inside of vmap and grad, which are wrappers",
     "_disabled_torch_function_impl": "what a subclass says to have no __torch_function__",
     "_make_wrapper_subclass": "a tensor of a shape and without memory",
+    "_version": "whether a tensor was written into between a call and the message with it",
     "_current_level": "whether forward-mode derivatives are asked for, which no_grad leaves on",
     "_parse_to": "how torch reads the arguments of .to(), for the devices of others too",
     "_nn": "where _parse_to is",
