@@ -43,7 +43,7 @@ class RefusedUse(DrumlineError):
 
 
 class StageError(DrumlineError):
-    """A layer raised on its owner; the message carries the remote traceback."""
+    """A layer raised on its owner, or returned what was not expected; with the traceback there."""
 
 
 class MissingPackage(DrumlineError, ImportError):

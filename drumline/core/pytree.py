@@ -204,6 +204,16 @@ def unflatten_output(
     return _container(spec, lambda item: unflatten_output(item, inputs, new, caches))
 
 
+def is_of_form(output: Any, form: Any) -> bool:
+    """True for an output of a known form: a new tensor that may have any shape, "extra", may by
+    chance have that of the first input, too."""
+    if form == ("extra",):
+        return output in (form, ("hidden",))
+    if isinstance(form, tuple) and isinstance(output, tuple):
+        return len(output) == len(form) and all(map(is_of_form, output, form))
+    return bool(output == form)
+
+
 def changed_items(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """The items that a layer wrote into a dict that layers share."""
     return {key: value for key, value in after.items() if before.get(key) is not value}

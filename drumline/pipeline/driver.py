@@ -162,10 +162,14 @@ class PipelineDriver:
                     self._reply_arrived.wait()
                 else:
                     self._receive_one()
-        if pending.reply.kind is MessageKind.ERROR:
+        reply = pending.reply
+        if reply.kind is MessageKind.CHANGED:
+            for run in calls.runs:  # whose layers are to be asked again what they return
+                self.specs.pop(run.spec.template, None)
+        if reply.kind in (MessageKind.ERROR, MessageKind.CHANGED):
             _invalidate_caches(calls)
-            raise StageError(pending.reply.note)
-        return pending.reply
+            raise StageError(reply.note)
+        return reply
 
     def _receive_one(self) -> None:
         """Receive the next reply, for whichever thread it is: replies come in the order of calls.

@@ -38,6 +38,7 @@ class MessageKind(enum.IntEnum):
     ERROR = 1
     LEAVE = 2
     MARK = 3  # passed on unchanged; when it has come round, so has all that was sent before it
+    CHANGED = 4  # an ERROR: a layer returned another form than it is known for
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch import nn
 from drumline.contact import cache_layers
 from drumline.contact.caches import held_tensors, iter_caches
 from drumline.core import pytree
-from drumline.errors import DrumlineError, describe_with_traceback
+from drumline.errors import DrumlineError, StageError, describe_with_traceback
 from drumline.kv_cache.owner import CacheRegistry
 from drumline.kv_cache.placeholder import EMPTY_LAYER, LayerVersion, version_of
 from drumline.stages import message_trace
@@ -127,7 +127,7 @@ class Stage:
             message = self.ring.receive(self._prebuild_call)
             if message.kind is MessageKind.CALL:
                 self.ring.send(self._reply(message))
-            elif message.kind is MessageKind.ERROR:
+            elif message.kind in (MessageKind.ERROR, MessageKind.CHANGED):
                 self._apply_operations_only(message)
                 self.ring.send(message)
             else:
@@ -148,7 +148,8 @@ class Stage:
             own, step = self.ring.coor.peers[self.ring.coor.rank], self._current_step
             note = f"{own}: {step} raised {describe_with_traceback(error)}"
             self.ring.check_all_failed(note)
-            return replace(message, kind=MessageKind.ERROR, tensors=operands, note=note)
+            kind = MessageKind.CHANGED if isinstance(error, StageError) else MessageKind.ERROR
+            return replace(message, kind=kind, tensors=operands, note=note)
 
     def _run_captured(self, route: StageRoute, message: Message) -> Message | None:
         """The result of _run, by a CUDA graph; None where there is none for this message."""
@@ -293,11 +294,10 @@ def _check_output_unchanged(
     new: list[torch.Tensor] = []
     usual = pytree.written_inputs(step.output)
     output = call.describe(value, new, usual if {*written} <= {*usual} else written)
-    if output != step.output:
+    if output != step.output and not pytree.is_of_form(output, step.output):
         before = "layers like it have returned" if step.is_new else "it has returned"
-        remedy = "call the model again, and it is asked" if step.is_new else "run it on one rank"
-        raise DrumlineError(
+        raise StageError(
             f"{step.module} returned {output} where {before} {step.output} for such arguments, so "
-            f"what the master went on with is wrong; {remedy}."
+            "what the master went on with is wrong; call the model again, and it is asked."
         )
     return new

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.minimax.modeling_minimax import MiniMaxAttention
 
+import drumline
+import launcher
 from drumline import DrumlineError
 from drumline.contact.caches import is_cache
 from drumline.core.layer_kinds import kinds_of
@@ -128,3 +131,32 @@ def test_layers_with_other_settings_are_of_another_kind(checkpoints):
         assert len(set(kinds_of(layers).values())) == 2
     finally:
         attention.is_causal = not attention.is_causal
+
+
+class Pool(nn.Linear):
+    """Puts out one token, which has the shape of its input where that is one token too."""
+
+    def forward(self, hidden: Any) -> Any:
+        return super().forward(hidden).mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("first", [5, 1])
+def test_an_output_may_have_the_shape_of_the_input_by_chance(first):
+    """Every call with the other number of tokens was an error from then on."""
+
+    def work(model: Any) -> Any:
+        def pooled(tokens: int) -> list[int]:
+            return [*model(torch.ones(1, tokens, 4)).shape]
+
+        shapes = [pooled(first)]
+        if first == 1:
+            with pytest.raises(StageError, match=r"1 returned .* call the model again"):
+                pooled(5)
+        return shapes + [pooled(tokens) for tokens in (5, 1, 7)]
+
+    def rank() -> Any:
+        model = nn.Sequential(nn.Linear(4, 4), Pool(4, 4)).requires_grad_(False)
+        with drumline.dispatch(model, {"0": 0, "1": 1}) as split, torch.no_grad():
+            return work(split)
+
+    assert launcher.launch(rank, nprocs=2, launcher="threads", timeout_s=60)[0] == [[1, 1, 4]] * 4
