@@ -7,7 +7,7 @@ is ever pickled.
 
 from __future__ import annotations
 
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,6 +23,9 @@ TreeSpec = tuple[Any, ...]
 
 NEW_HIDDEN_STATE: TreeSpec = ("list", ("hidden",))
 """Spec of the output of nearly every layer: a new hidden state, and no other change."""
+
+CONTAINERS = (tuple, list, dict, torch.Size, OrderedDict)
+"""Of other classes that derive from these, what is their own would be lost."""
 
 
 @dataclass
@@ -55,7 +58,7 @@ def flatten(value: Any, leaves: Leaves, handle: Callable[[Cache], int]) -> TreeS
     if isinstance(value, int):
         leaves.ints.append(value)
         return ("int",)
-    if isinstance(value, (tuple, list, dict)):
+    if type(value) in CONTAINERS or (isinstance(value, dict) and is_output(value)):
         return _container_spec(value, lambda item: flatten(item, leaves, handle))
     if is_cache(value):
         return _flatten_cache(value, leaves, handle)
@@ -132,12 +135,16 @@ class CacheLookup(Protocol):
 
 @dataclass
 class Unflattener:
-    """The values that fill a spec on the receiving side; layers write to the dicts in `shared`."""
+    """The values that fill a spec on the receiving side; layers write to the dicts in `shared`.
+
+    containers: lists and dicts that are made here, so that nobody else sees what is written there.
+    """
 
     ints: Iterator[int]
     tensors: Sequence[torch.Tensor]
     caches: CacheLookup
     shared: list[UserDict[Any, Any]] = field(default_factory=list)
+    containers: list[Any] = field(default_factory=list)
 
 
 def unflatten(spec: Any, unflattener: Unflattener) -> Any:
@@ -158,7 +165,10 @@ def unflatten(spec: Any, unflattener: Unflattener) -> Any:
         items = {key: unflatten(item, unflattener) for key, item in spec[2:]}
         unflattener.shared.append(class_named(spec[1], UserDict)(items))
         return unflattener.shared[-1]
-    return _container(spec, lambda item: unflatten(item, unflattener))
+    made = _container(spec, lambda item: unflatten(item, unflattener))
+    if kind != "tuple":
+        unflattener.containers.append(made)
+    return made
 
 
 def flatten_output(value: Any, inputs: Sequence[torch.Tensor], new: list[torch.Tensor]) -> TreeSpec:
@@ -176,7 +186,7 @@ def flatten_output(value: Any, inputs: Sequence[torch.Tensor], new: list[torch.T
         return ("hidden",) if is_like_first else ("extra",)
     if value is None or isinstance(value, (bool, int, float, str)):
         return ("value", value)
-    if isinstance(value, (tuple, list, dict)):
+    if type(value) in CONTAINERS or is_output(value):
         return _container_spec(value, lambda item: flatten_output(item, inputs, new))
     if is_cache(value):
         return ("cache",)

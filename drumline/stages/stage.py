@@ -34,7 +34,7 @@ class StageCall:
         self.inputs = inputs
         arrived = pytree.Unflattener(iter(ints[step.ints_at :]), inputs, caches)
         self.args, self.kwargs = pytree.unflatten(step.arguments, arrived)
-        self.shared = arrived.shared
+        self.shared, self.containers = arrived.shared, arrived.containers
         self.before = [dict(shared) for shared in arrived.shared]
 
     def reuse(self, hidden: torch.Tensor) -> None:
@@ -82,6 +82,23 @@ class StageCall:
         ]
         kept = [index for index, _, _ in filled if not cache_layers.is_croppable(layers[index])]
         return filled, kept, [cache_layers.shapes(layers[index]) for index, _, _ in filled]
+
+    def items(self) -> list[Any]:
+        """The items of the lists and dicts among the arguments, before each of these itself."""
+        return [
+            item
+            for held in self.containers
+            for item in (*held, *(held.values() if isinstance(held, dict) else ()), held)
+        ]
+
+    def check_items(self, before: list[Any], module: str) -> None:
+        """Raise DrumlineError if the layer wrote into a list or dict: it is a copy, made here."""
+        if [*map(id, before)] != [*map(id, self.items())]:
+            raise DrumlineError(
+                f"{module} wrote into a list or dict that it was given, of which its rank has a "
+                "copy, so that nobody sees it; give it a collections.UserDict, whose items travel, "
+                "or give the layer to rank 0 in device_map."
+            )
 
     def handed_on(self) -> list[dict[str, Any]]:
         """The items that the layer wrote into each dict, for later layers."""
@@ -186,7 +203,10 @@ class Stage:
             may_write = step.is_new or (step.output != pytree.NEW_HIDDEN_STATE and _writes(step))
             inputs_before = [tensor.clone() for tensor in call.inputs] if may_write else []
             before = call.layer_versions() if step.is_new else []
+            items = call.items() if step.is_new else []
             value = self.modules[step.module](*call.args, **call.kwargs)
+            if step.is_new:
+                call.check_items(items, step.module)
             if step.is_new and call.shared:
                 self.ring.check_whole([*held_tensors(call.handed_on())], step.module)
             written = call.written(inputs_before) if may_write else []

@@ -6,6 +6,8 @@ import copy
 import io
 import pickle
 from abc import ABC
+from collections import UserDict, defaultdict
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -133,7 +135,8 @@ def test_what_would_change_a_part_only_is_refused_with_what_to_do(complaints, na
 
 def test_a_model_that_is_there_already_may_be_moved_there(checkpoints, on_master):
     def work(model):
-        assert model.to("cpu") is model and model.to(model.device, torch.float32) is model
+        assert model.to("cpu") is model
+        assert model.to(model.device, torch.float32) is model
         assert model.eval() is model
 
     on_master(checkpoints.llama()[1], 2, work)
@@ -299,3 +302,66 @@ def test_a_model_that_asks_its_embedding_for_a_device_runs_without_it_on_rank_0(
 
     found = launcher.launch(rank, nprocs=2, launcher="threads", timeout_s=60)[0]
     assert found.tolist() == expected.tolist()
+
+
+class Keeping(nn.Linear):
+    """A layer that leaves something for those behind it."""
+
+    def forward(self, hidden, kept):
+        hidden = super().forward(hidden)
+        if isinstance(kept, list):
+            kept.append(hidden)
+        else:
+            kept["hidden"] = hidden
+        return hidden
+
+
+def on_two_ranks(make, work):
+    """What work returns for a module whose part `second` is on rank 1."""
+
+    def rank():
+        model = make().requires_grad_(False)
+        with drumline.dispatch(model, {"first": 0, "second": 1}) as split, torch.no_grad():
+            return work(split)
+
+    return launcher.launch(rank, nprocs=2, launcher="threads", timeout_s=60)[0]
+
+
+def test_what_a_layer_elsewhere_writes_into_a_list_or_dict_is_not_lost_in_silence():
+    hidden = torch.ones(1, 2)
+
+    def work(model):
+        for kept in ([], {}, {"hidden": hidden}):
+            with pytest.raises(DrumlineError, match=r"second wrote into .* collections\.UserDict"):
+                model.second(hidden, kept)
+        kept = UserDict()
+        return torch.equal(model.second(hidden, kept), kept["hidden"])
+
+    parts = {"first": nn.Linear, "second": Keeping}
+    assert on_two_ranks(lambda: nn.ModuleDict({n: part(2, 2) for n, part in parts.items()}), work)
+
+
+class Sizes(NamedTuple):
+    width: int
+
+
+class Scaled(nn.Linear):
+    def forward(self, hidden, scale, flag=None):
+        return super().forward(hidden) * (scale[0] if isinstance(scale, (tuple, list)) else scale)
+
+
+def scaled():
+    return nn.ModuleDict({"first": nn.Linear(2, 2), "second": Scaled(2, 2)})
+
+
+def test_a_tuple_or_dict_of_a_class_of_its_own_is_refused_rather_than_made_plain():
+    hidden = torch.ones(1, 2)
+
+    def work(model):
+        for scale in (Sizes(2), defaultdict(int)):
+            with pytest.raises(DrumlineError, match=r"Sizes|defaultdict.*cannot be sent"):
+                model.second(hidden, scale)
+        sizes = hidden[:, :1].shape
+        return torch.equal(model.second(hidden, sizes), model.second(hidden, tuple(sizes)))
+
+    assert on_two_ranks(scaled, work)
