@@ -7,6 +7,7 @@ is ever pickled.
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,10 +28,12 @@ NEW_HIDDEN_STATE: TreeSpec = ("list", ("hidden",))
 CONTAINERS = (tuple, list, dict, torch.Size, OrderedDict)
 """Of other classes that derive from these, what is their own would be lost."""
 
+FLOAT, BITS = struct.Struct("<d"), struct.Struct("<q")
+
 
 @dataclass
 class Leaves:
-    """The varying values in the arguments of one call."""
+    """The varying values in the arguments of one call: a float is its bits in `ints`."""
 
     ints: list[int] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -53,11 +56,14 @@ def flatten(value: Any, leaves: Leaves, handle: Callable[[Cache], int]) -> TreeS
     """The spec of a value; varying values are put into `leaves`. Frequent kinds come first."""
     if isinstance(value, torch.Tensor):
         return ("tensor", leaves.tensor(value))
-    if value is None or isinstance(value, (bool, float, str)):
+    if value is None or isinstance(value, (bool, str)):
         return ("value", value)
     if isinstance(value, int):
         leaves.ints.append(value)
         return ("int",)
+    if isinstance(value, float):
+        leaves.ints.extend(BITS.unpack(FLOAT.pack(value)))
+        return ("float",)
     if type(value) in CONTAINERS or (isinstance(value, dict) and is_output(value)):
         return _container_spec(value, lambda item: flatten(item, leaves, handle))
     if is_cache(value):
@@ -155,6 +161,8 @@ def unflatten(spec: Any, unflattener: Unflattener) -> Any:
         return spec[1]
     if kind == "int":
         return next(unflattener.ints)
+    if kind == "float":
+        return FLOAT.unpack(BITS.pack(next(unflattener.ints)))[0]
     if kind == "cache":
         return unflattener.caches.cache(next(unflattener.ints))
     if kind == "dtype":
@@ -259,6 +267,11 @@ def iter_leaves(spec: Any) -> Iterator[tuple[Any, ...]]:
     yield spec[:2] if spec[0] == "tensor" else spec[:1]
     for item in _children(spec):
         yield from iter_leaves(item)
+
+
+def integer_kinds(arguments: TreeSpec) -> list[str]:
+    """The meaning of each integer of a call, in order: "int", "float" for its bits, or "cache"."""
+    return [leaf[0] for leaf in iter_leaves(arguments) if leaf[0] in ("int", "float", "cache")]
 
 
 def iter_values(spec: Any) -> Iterator[Any]:

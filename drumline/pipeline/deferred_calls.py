@@ -24,7 +24,7 @@ from drumline.core.pytree import (
     Leaves,
     TreeSpec,
     has_reusable_arguments,
-    iter_leaves,
+    integer_kinds,
 )
 from drumline.errors import DrumlineError, StageError
 from drumline.kv_cache import proxy
@@ -309,7 +309,7 @@ class InternedSpec:
     def numbers_at(self) -> tuple[int, ...]:
         """The places of the model's own integers in a call that has a cache too: they may
         say which layers of the cache are meant."""
-        kinds = [leaf[0] for leaf in iter_leaves(self.template) if leaf[0] in ("int", "cache")]
+        kinds = integer_kinds(self.template)
         return tuple(at for at, kind in enumerate(kinds) if kind == "int" and "cache" in kinds)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drumline.contact.cache_layers import counts_in_python, is_filled, tensors_of
-from drumline.core.pytree import iter_leaves
+from drumline.core.pytree import integer_kinds, iter_leaves
 from drumline.stages.program import NOTHING, StageRoute, StageStep
 
 if TYPE_CHECKING:
@@ -221,8 +221,8 @@ class ProgramInfo:
 
 def _caches_at(step: StageStep) -> Iterator[int]:
     """The places of the numbers of a step's caches among a message's integers."""
-    kinds = [leaf[0] for leaf in iter_leaves(step.arguments) if leaf[0] in ("int", "cache")]
-    yield from (step.ints_at + at for at, kind in enumerate(kinds) if kind == "cache")
+    kinds = enumerate(integer_kinds(step.arguments))
+    yield from (step.ints_at + at for at, kind in kinds if kind == "cache")
 
 
 def why_not_capturable(layers: Sequence[Any]) -> str:

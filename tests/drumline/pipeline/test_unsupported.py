@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 from abc import ABC
 from collections import UserDict, defaultdict
@@ -363,5 +364,19 @@ def test_a_tuple_or_dict_of_a_class_of_its_own_is_refused_rather_than_made_plain
                 model.second(hidden, scale)
         sizes = hidden[:, :1].shape
         return torch.equal(model.second(hidden, sizes), model.second(hidden, tuple(sizes)))
+
+    assert on_two_ranks(scaled, work)
+
+
+def test_a_number_that_is_another_one_in_each_call_makes_no_new_program():
+    """Each was kept for ever, here and on the other ranks; and 1.0 was taken for True."""
+
+    def work(model):
+        one, hidden = model.second(torch.ones(1, 2), True).clone(), torch.ones(1, 2)
+        found = [model.second(hidden, scale).tolist() for scale in (1.0, -0.5, 1e30, 0.1)]
+        assert found == [(one * scale).tolist() for scale in (1.0, -0.5, 1e30, 0.1)]
+        before = len(model._driver._programs), len(model._driver.specs)
+        assert model.second(hidden, math.inf).abs().min() == math.inf
+        return before == (len(model._driver._programs), len(model._driver.specs))
 
     assert on_two_ranks(scaled, work)
