@@ -91,10 +91,13 @@ def text_inputs(model: Any, batch: int, length: int) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if takes_all or name in names}
 
 
-def without_tokenizers(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def without_tokenizers(inputs: Mapping[str, Any], forward: Callable[..., Any]) -> dict[str, Any]:
     """The inputs that are not tokenizers or processors: generate() hands on to every layer the one
-    that it looks for stop strings with."""
-    return {name: value for name, value in inputs.items() if not hasattr(value, "decode")}
+    that it looks for stop strings with. Those that `forward` has a parameter for stay."""
+    names = {name for name, value in inputs.items() if hasattr(value, "decode")}
+    if names:
+        names -= inspect.signature(forward).parameters.keys()
+    return {name: value for name, value in inputs.items() if name not in names}
 
 
 def is_output(value: Any) -> bool:

@@ -54,6 +54,7 @@ class MicrobatchMixin:
     micro_batches = True
     prefill_chunk: int | None = None
     device_map: Any
+    forward: Any
     config: Any
     generation_config: Any
     _batched_ranks: Any
@@ -64,7 +65,7 @@ class MicrobatchMixin:
         if "_batched_ranks" in self.__dict__:  # a manager of batches may be gone without a stop()
             self._batched_ranks.release_attention()
         if self._driver is not None:
-            kwargs = without_tokenizers(kwargs)
+            kwargs = without_tokenizers(kwargs, self.forward)
         try:
             return self._pass(*args, **kwargs)
         except RemoteLayerError as error:  # BigBird changes its layers for a short text

@@ -380,3 +380,22 @@ def test_a_number_that_is_another_one_in_each_call_makes_no_new_program():
         return before == (len(model._driver._programs), len(model._driver.specs))
 
     assert on_two_ranks(scaled, work)
+
+
+class Coded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, hidden, code=b"", **others):
+        return self.second(self.first(hidden)) * len(code.decode()) + len(others)
+
+
+def test_what_a_model_says_that_it_takes_is_not_dropped_for_a_tokenizer():
+    hidden = torch.ones(1, 2)
+
+    def work(model):
+        expected = model.second(model.first(hidden)) * 2
+        return torch.equal(model(hidden, code=b"ab", tokenizer=b"c"), expected)
+
+    assert on_two_ranks(Coded, work)
