@@ -50,10 +50,14 @@ class UnsupportedMixin(ModelHooks):
 
     _pass_checks: PassChecks
 
+    @property
+    def _has_parts_elsewhere(self) -> bool:
+        parts = [getattr(self, name, None) for name in ("_driver", "_prefetcher")]
+        return any(part is not None for part in parts)
+
     def _refuse(self, verb: str, remedy: str) -> None:
         """Raise DrumlineError if parts of the model are elsewhere."""
-        parts = [getattr(self, name, None) for name in ("_driver", "_prefetcher")]
-        if any(part is not None for part in parts):
+        if self._has_parts_elsewhere:
             raise DrumlineError(
                 f"rank 0: a model with layers on other ranks or on disk cannot be {verb} from "
                 f"here, as that would change a part of it only; {remedy}."
@@ -62,10 +66,22 @@ class UnsupportedMixin(ModelHooks):
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model if it is there already; raise otherwise."""
         device, dtype = torch_private.parse_to(*args, **kwargs)
-        there = device in (None, self.device)  # type: ignore[attr-defined]
+        own: torch.device = self.device  # type: ignore[attr-defined]
+        there = device in (None, own) or (
+            device == torch.device(own.type)  # without an index: the current one
+            and own.index == torch.get_device_module(own).current_device()
+        )
         if there and dtype in (None, getattr(self, "dtype", None)):
             return self
         return super().to(*args, **kwargs)  # type: ignore[misc]
+
+    def cpu(self) -> Any:
+        return self.to("cpu") if self._has_parts_elsewhere else super().cpu()  # type: ignore[misc]
+
+    def cuda(self, *device: Any, **kwargs: Any) -> Any:
+        if self._has_parts_elsewhere:
+            return self.to(*device, **kwargs) if device or kwargs else self.to("cuda")
+        return super().cuda(*device, **kwargs)  # type: ignore[misc]
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         """Nothing if it is so already. The masks made here would not be those meant elsewhere."""

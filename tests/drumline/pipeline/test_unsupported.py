@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import drumline
 import launcher
 from drumline import DrumlineError
-from drumline.pipeline.unsupported import make_read_only
+from drumline.pipeline.unsupported import UnsupportedMixin, make_read_only
 
 REFUSED = {
     "half": (lambda model: model.half(), "dtype="),
@@ -136,7 +136,7 @@ def test_what_would_change_a_part_only_is_refused_with_what_to_do(complaints, na
 
 def test_a_model_that_is_there_already_may_be_moved_there(checkpoints, on_master):
     def work(model):
-        assert model.to("cpu") is model
+        assert model.to("cpu") is model.cpu() is model
         assert model.to(model.device, torch.float32) is model
         assert model.eval() is model
 
@@ -399,3 +399,24 @@ def test_what_a_model_says_that_it_takes_is_not_dropped_for_a_tokenizer():
         return torch.equal(model(hidden, code=b"ab", tokenizer=b"c"), expected)
 
     assert on_two_ranks(Coded, work)
+
+
+class OnGpu(UnsupportedMixin, nn.Module):
+    """A model with layers elsewhere, as its class sees it."""
+
+    device, _driver = torch.device("cuda:1"), object()
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_device_without_a_number_is_the_current_one(monkeypatch, current):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    model = OnGpu()
+    assert model.to("cuda:1") is model.cuda(torch.device("cuda:1")) is model
+    for move in (model.cuda, lambda: model.to("cuda")):
+        if current == 1:
+            assert move() is model
+        else:
+            with pytest.raises(DrumlineError, match="moved or converted"):
+                move()
+    with pytest.raises(DrumlineError, match="moved or converted"):
+        model.cpu()
