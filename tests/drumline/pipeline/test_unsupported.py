@@ -19,6 +19,7 @@ import drumline
 import launcher
 from drumline import DrumlineError
 from drumline.pipeline.unsupported import UnsupportedMixin, make_read_only
+from tests.drumline.conftest import LLAMA
 
 REFUSED = {
     "half": (lambda model: model.half(), "dtype="),
@@ -420,3 +421,16 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch, current):
                 move()
     with pytest.raises(DrumlineError, match="moved or converted"):
         model.cpu()
+
+
+def test_a_model_that_cannot_generate_has_no_method_for_it(checkpoints, on_master):
+    """It had one, which ended in an AttributeError of `super`."""
+
+    def work(model):
+        assert not hasattr(model, "generate") and not hasattr(model, "init_continuous_batching")
+        with pytest.raises(AttributeError, match="'LlamaModel' object has no attribute 'generate'"):
+            model.generate(IDS)
+        return model(IDS).last_hidden_state.shape
+
+    _, path = checkpoints.make("llama_trunk", "LlamaModel", **LLAMA)
+    assert on_master(path, 2, work) == (1, 9, 32)
