@@ -22,17 +22,20 @@ TORCH_DTYPES = {info.name: info.torch for info in DTYPES}
 
 def write(backend: Backend, call: str, values: dict[str, Any], move: Move) -> None:
     """Move a dict. Raises for what cannot be sent, after the receiver has heard so."""
-    tensors = [value.contiguous() for value in values.values() if isinstance(value, torch.Tensor)]
     problem: Exception | None = None
     try:
+        tensors = [item.contiguous() for item in values.values() if isinstance(item, torch.Tensor)]
         for tensor in tensors:
             backend.check_tensor(call, tensor)
         rows = [[name, *_described(value)] for name, value in values.items()]
         data = object_codec.packed(rows, backend.coor.info.rank)
-    except (TypeError, ValueError) as error:
-        problem, data = error, object_codec.UNSENDABLE + str(error).encode()
-    move(torch.tensor([len(data)], device=backend.device))
-    move(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(backend.device))
+    except (TypeError, ValueError, RuntimeError) as error:
+        problem, data = error, object_codec.UNSENDABLE + str(error).rstrip(".").encode()
+    try:
+        move(torch.tensor([len(data)], device=backend.device))
+        move(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(backend.device))
+    except Exception as error:
+        raise problem or error from None  # what is wrong here comes first
     if problem is not None:
         raise problem
     if why := object_codec.why_unsendable(data):

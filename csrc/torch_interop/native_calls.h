@@ -157,8 +157,9 @@ class NativeCalls : public std::enable_shared_from_this<NativeCalls> {
                 if (comm == nullptr)  // it raises that it is closed
                     check_returned(PyObject_CallMethod(object, "barrier", nullptr));
                 else
-                    check_returned(
-                        PyObject_CallMethod(object, "raise_result", "is", code, text.c_str()));
+                    check_returned(PyObject_CallMethod(  // the text may be cut amid a letter
+                        object, "raise_result", "iN", code,
+                        PyUnicode_DecodeUTF8(text.data(), text.size(), "replace")));
             });
         };
     }

@@ -223,14 +223,29 @@ def test_a_dict_with_a_tensor_that_cannot_be_moved_is_an_error_on_both_sides(on_
                 comm.send_tensors(wrong, 1)
             with pytest.raises(ValueError, match="autograd"):
                 comm.broadcast_tensors(wrong)
+            with pytest.raises(RuntimeError, match="Sparse CSR"):
+                comm.send_tensors({"tensor": torch.eye(2).to_sparse_csr()}, 1)
         else:
             with pytest.raises(CoordinatorError, match=r"rank 0, send_tensors: .*autograd"):
                 comm.recv_tensors(0)
             with pytest.raises(CoordinatorError, match=r"rank 0, broadcast_tensors: .*autograd"):
                 comm.broadcast_tensors()
+            with pytest.raises(CoordinatorError, match="Sparse CSR"):
+                comm.recv_tensors(0)
         return comm.allreduce(torch.ones(1)).item()
 
     assert on_ranks(body, 2) == [2.0, 2.0]
+
+
+def test_a_wrong_dict_is_told_of_where_nobody_receives_it(on_ranks):
+    def body(comm):
+        if comm.rank == 0:
+            comm.set_timeout(0.2)
+            with pytest.raises(ValueError, match="autograd"):
+                comm.send_tensors({"tensor": torch.ones(1 << 20, requires_grad=True)}, 1)
+        comm.coor.barrier()
+
+    on_ranks(body, 2)
 
 
 def test_a_dict_that_cannot_be_sent_is_an_error_on_both_sides(on_ranks):
