@@ -133,14 +133,15 @@ def read_file(path: str) -> LaunchToken:
 
 def write_file(path: str) -> LaunchToken:
     """Draw a token into a new file that only this user can read, and that is there whole."""
-    import tempfile  # as secrets
-
     token = LaunchToken.draw()
     try:
-        folder = os.path.dirname(path) or "."
-        with tempfile.NamedTemporaryFile(dir=folder, buffering=0) as file:
-            file.write(f"{token}\n".encode())
-            os.link(file.name, path)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with open(fd, "w") as file:
+                file.write(f"{token}\n")
+        except OSError:
+            os.unlink(path)
+            raise
     except OSError as error:
         raise ValueError(f"--token-file {path} cannot be written: {error.strerror}.") from error
     return LaunchToken(token.key)

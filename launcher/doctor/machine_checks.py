@@ -106,16 +106,20 @@ def leftovers() -> Iterator[Finding]:
     stale = [path for pattern in FOLDERS for path in temporary.glob(pattern) if _is_stale(path)]
     remedy = f"rm -r {shlex.join(map(str, stale))}" if stale else ""
     yield Finding("leftovers", "folders", not stale, f"{len(stale)} of dead launches", remedy)
-    init = linux.read_proc_link("1/exe")  # in a container it may be a launcher, of the same Python
     orphans = [
         pid
         for pid, stat in linux.processes().items()
         if stat.parent == 1 and linux.process_name(pid).startswith("launch-")
-        if _is_own(Path("/proc", str(pid))) and linux.read_proc_link(f"{pid}/exe") != init
+        if _is_own(Path("/proc", str(pid))) and not _is_launcher(1)  # as it may be in a container
     ]
     remedy = f"kill {' '.join(map(str, orphans))}" if orphans else ""
     detail = f"{len(orphans)} that have outlived their launcher"
     yield Finding("leftovers", "processes", not orphans, detail, remedy)
+
+
+def _is_launcher(pid: int) -> bool:
+    command = linux.read_proc(f"{pid}/cmdline")
+    return any(word in command for word in ("launcher", "drumline"))
 
 
 def _is_stale(folder: Path) -> bool:

@@ -33,9 +33,10 @@ fork_server_exec.main(text)
 def spawn(plan: ForkPlan) -> subprocess.Popen[bytes]:
     """Start the fork server in a new interpreter."""
     file = _written(plan)
-    process = subprocess.Popen(_command(file), pass_fds=[file, *plan.descriptors()])
-    os.close(file)
-    return process
+    try:
+        return subprocess.Popen(_command(file), pass_fds=[file, *plan.descriptors()])
+    finally:
+        os.close(file)
 
 
 def restart(plan: ForkPlan) -> NoReturn:

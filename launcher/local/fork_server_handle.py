@@ -83,7 +83,11 @@ def _fork(plan: ForkPlan, pipes: LauncherPipes, output: Output) -> int:
         stream.flush()  # or the child would print what waits in them once more
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        pid = forks.fork()
+        try:
+            pid = forks.fork()
+        except OSError:
+            forks.end(let_go=False)
+            raise
     if pid == 0:
         _run_server(plan, pipes, output)
     is_safe = linux.count_threads() == 1

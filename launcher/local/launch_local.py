@@ -44,18 +44,18 @@ def launch_local(
     output = Output(job)
     for rank, cpu_set in enumerate(cpu_sets):
         output.notice(f"rank {rank}: {cpu_set}")
-    # From here on until the supervisor's loop runs, a Ctrl-C would leave processes behind. The
-    # ranks inherit the mask; rank_process unblocks it there.
-    stop_signals.block()
     opened = contextlib.ExitStack()
     try:
         opened.callback(output.close)
         plan, pipes = _prepare(job, cpu_sets, owns_process, opened)
         _note_missing_devices(plan, output)
+        # From here on until the supervisor's loop runs, a Ctrl-C would leave processes behind. The
+        # ranks inherit the mask; rank_process unblocks it there.
+        stop_signals.block()
+        opened.callback(stop_signals.unblock)
         server = ForkServerHandle(plan, pipes, output)
-    except Exception:  # not SystemExit, by which a rank leaves: it has closed its descriptors
+    except (Exception, KeyboardInterrupt):  # not SystemExit, by which a rank leaves
         opened.close()
-        stop_signals.unblock()
         raise
     _close(plan)
     infos = [setup.info for setup in plan.ranks]

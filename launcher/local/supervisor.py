@@ -104,8 +104,10 @@ class Supervisor:
         return outcome.results_or_raise(self.job, self.ranks, self.began_s, reason, self.oom_kills)
 
     def _tell_other_nodes(self, why: str) -> None:
-        """Say why this one ends, unless they know it, or will see it by their connections."""
-        if not (self.is_ending or self.ranks[0].has_met):
+        """Say why this one ends, unless they know it, will see it by their connections, or have
+        given up waiting for ranks that never make a Coordinator."""
+        has_waited = time.monotonic() - self.began_s > timings.TIMINGS.node_wait_s
+        if not (self.is_ending or self.ranks[0].has_met or has_waited):
             self.on_failure(replace(self.ranks[0].failure(self.began_s), message=why))
 
     def _poll_once(self) -> None:

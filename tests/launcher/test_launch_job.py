@@ -63,7 +63,9 @@ def interrupt(program):
     time.sleep(60)
 
 
-@pytest.mark.parametrize(("name", "number"), [("memfd_create", 0), ("pipe", 0), ("pipe", 5)])
+@pytest.mark.parametrize(
+    ("name", "number"), [("memfd_create", 0), ("pipe", 0), ("pipe", 5), ("fork", 0)]
+)
 def test_a_launch_for_which_no_descriptors_are_left_keeps_none(monkeypatch, tmp_path, name, number):
     """A program that tried again had fewer each time."""
     make, calls = getattr(os, name), itertools.count()

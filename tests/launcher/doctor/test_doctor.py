@@ -111,14 +111,13 @@ def test_an_orphaned_process_is_listed_with_kill():
         os.kill(orphan, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("init", "ok"), [("/usr/bin/python3", True), ("/sbin/init", False)])
+@pytest.mark.parametrize(("init", "ok"), [("python3\0-m\0launcher\0", True), ("jupyter", False)])
 def test_what_a_launcher_that_is_process_1_has_started_is_no_orphan(monkeypatch, init, ok):
     """In a container, `kill` was advised for the fork server of a launch that ran."""
     child = linux.process_stat(os.getpid())._replace(parent=1)
-    links = {"1/exe": init, f"{os.getpid()}/exe": "/usr/bin/python3"}
     monkeypatch.setattr(linux, "processes", lambda: {os.getpid(): child})
     monkeypatch.setattr(linux, "process_name", lambda _: "launch-server")
-    monkeypatch.setattr(linux, "read_proc_link", links.get)
+    monkeypatch.setattr(linux, "read_proc", {"1/cmdline": init}.get)
     processes = {finding.name: finding for finding in machine_checks.leftovers()}["processes"]
     assert processes.ok is ok and bool(processes.remedy) is not ok
 
