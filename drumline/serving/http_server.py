@@ -296,7 +296,7 @@ def _read_key(host: str, key_file: str | None) -> str | None:
         key = _text_of(key_file).strip() if key_file else None
         if key == "":
             raise OSError("it is empty")
-        if key is not None and not (key.isascii() and key.isprintable()):
+        if key is not None and not (key.isprintable() and max(key) <= "\xff"):
             raise OSError("it has characters that no header has")
     except (OSError, UnicodeError) as error:
         raise DrumlineError(

@@ -70,7 +70,8 @@ def generate_ahead(
     itself: each tries up to num_ahead tokens that followed the last ones before.
 
     take(token): called with each token, in their order. check(logits): with those before each, and
-    before each that is tried, [1, vocabulary]. Raises what generate() raises.
+    before each that is tried, also those that are not taken, [1, vocabulary]. Raises what
+    generate() raises.
     """
     num_taken = len(tokens)
 

@@ -524,7 +524,7 @@ def test_from_pretrained_options_of_the_config_are_used(checkpoints, tmp_path, i
     [
         (["--host", "0.0.0.0"], "there is no key"),
         (["--api-key-file", "two lines"], "characters that no header has"),
-        (["--api-key-file", "umlaut"], "characters that no header has"),
+        (["--api-key-file", "euro"], "characters that no header has"),
         (["--api-key-file", "/dev/null"], "is empty"),
         (["--api-key-file", "/dev/null/key"], "cannot be read"),
         (["--api-key-file", "/dev/zero"], "File too large"),
@@ -541,7 +541,7 @@ def test_serve_with_impossible_options_does_not_start(
     _import_serving()
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
-    for name, key in {"two lines": "5\n6", "umlaut": "ä"}.items():
+    for name, key in {"two lines": "5\n6", "euro": "5€"}.items():
         Path(name).write_text(key)
     assert main(["serve", "--model", str(checkpoints.llama()[1]), *options]) == 1
     assert message in capsys.readouterr().err
