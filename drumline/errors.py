@@ -3,7 +3,7 @@
 DrumlineError
  |- PlanError              the model does not fit, or a device map names what is not there
  |- CheckpointError        a file or tensor is missing, truncated or of another shape
- |- StageError             a layer raised on the rank that owns it
+ |- StageError             a layer raised on its owner, or returned what was not expected
  |- MissingPackage         a package of an extra is not installed, too old, or lacks a name
  |- RefusedUse             an option or a cache that a split model cannot take; nothing has run
  |- RemoteLayerError       assignment to a layer on another rank (pipeline/unsupported.py)

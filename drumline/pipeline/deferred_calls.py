@@ -178,15 +178,18 @@ class DeferredCalls:
         """
         if [*map(_version, self.inputs.tensors)] == self.versions:
             return
-        for cache in [cache for run in self.runs for cache in run.caches]:
-            cache.is_inconsistent = True  # it counts tokens that do not come
         pairs = zip(self.inputs.tensors, self.versions, strict=True)
         written = {at for at, (tensor, version) in enumerate(pairs) if _version(tensor) != version}
-        layer = next(run.layers[0] for run in self.runs if written & {*run.slots})
+        layer = next((run.layers[0] for run in self.runs if written & {*run.slots}), None)
+        if layer is None:  # of a call that failed before it was added
+            return
+        for cache in [cache for run in self.runs for cache in run.caches]:
+            cache.is_inconsistent = True  # it counts tokens that do not come
         raise DrumlineError(
-            f"rank 0: a tensor was written into after {layer.name} on rank {layer.rank} was given "
-            "it and before that ran: calls of layers on other ranks are sent once something reads "
-            "what they return; give them a clone(), or read what they return before you write."
+            f"rank 0: a tensor, or a view of its memory, was written into after {layer.name} on "
+            f"rank {layer.rank} was given it and before that ran: calls of layers on other ranks "
+            "are sent once something reads what they return; give them a clone(), or read what "
+            "they return before you write."
         )
 
     def _is_wanted(self, lazy: LazyTensor | None, is_amid_pass: bool) -> TypeGuard[LazyTensor]:

@@ -68,7 +68,8 @@ class UnsupportedMixin(ModelHooks):
         device, dtype = torch_private.parse_to(*args, **kwargs)
         own: torch.device = self.device  # type: ignore[attr-defined]
         there = device in (None, own) or (
-            device == torch.device(own.type)  # without an index: the current one
+            self._has_parts_elsewhere  # so that it stays where it was loaded
+            and device == torch.device(own.type)  # without an index: the current one
             and own.index == torch.get_device_module(own).current_device()
         )
         if there and dtype in (None, getattr(self, "dtype", None)):
@@ -78,10 +79,10 @@ class UnsupportedMixin(ModelHooks):
     def cpu(self) -> Any:
         return self.to("cpu") if self._has_parts_elsewhere else super().cpu()  # type: ignore[misc]
 
-    def cuda(self, *device: Any, **kwargs: Any) -> Any:
+    def cuda(self, device: Any = None) -> Any:
         if self._has_parts_elsewhere:
-            return self.to(*device, **kwargs) if device or kwargs else self.to("cuda")
-        return super().cuda(*device, **kwargs)  # type: ignore[misc]
+            return self.to("cuda" if device is None else device)
+        return super().cuda(device)  # type: ignore[misc]
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         """Nothing if it is so already. The masks made here would not be those meant elsewhere."""

@@ -46,10 +46,11 @@ class DeviceLink:
     def receive(self, forms: Sequence[Form]) -> list[torch.Tensor]:
         """New tensors of these forms, whose values the stream has before any later work."""
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            tensors = [
-                torch.empty_strided(shape, strides, dtype=dtype, device=self.comm.device)
-                for dtype, shape, strides in forms
-            ]
+            with torch.inference_mode(False):  # another thread's, it may be
+                tensors = [
+                    torch.empty_strided(shape, strides, dtype=dtype, device=self.comm.device)
+                    for dtype, shape, strides in forms
+                ]
             with self.comm.group():
                 for tensor in tensors:
                     self.comm.recv(_as_bytes(tensor), self.peer)

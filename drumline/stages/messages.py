@@ -131,12 +131,15 @@ class TensorLayout:
                 frame.view(dtype).as_strided(shape, strides, at).copy_(tensor.detach())
 
     def views(self, frame: torch.Tensor, start: int) -> list[torch.Tensor]:
+        """Tensors of this memory, of which each counts its own writes, as views would not."""
+        memory, first = frame.untyped_storage(), frame.storage_offset() + start
         with torch.inference_mode(False):  # as in _memory()
-            typed = {dtype: frame.view(dtype) for dtype, *_ in self.parts}
-        return [
-            typed[dtype].as_strided(shape, strides, (start + offset) // dtype.itemsize)
-            for dtype, shape, strides, offset, _ in self.parts
-        ]
+            return [
+                torch.empty(0, dtype=dtype).set_(
+                    memory, (first + offset) // dtype.itemsize, shape, strides
+                )
+                for dtype, shape, strides, offset, _ in self.parts
+            ]
 
 
 def _strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:

@@ -318,6 +318,7 @@ def _check_output_unchanged(
         before = "layers like it have returned" if step.is_new else "it has returned"
         raise StageError(
             f"{step.module} returned {output} where {before} {step.output} for such arguments, so "
-            "what the master went on with is wrong; call the model again, and it is asked."
+            "what the master went on with is wrong; call the model again, and it is asked, or run "
+            "it on one rank if what it returns varies."
         )
     return new

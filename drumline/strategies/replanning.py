@@ -64,7 +64,7 @@ class Replanner:
         self._path, self._options, self.coor = path, options, Coordinator()
         self._first_rank = self.coor.rank
         self._idle, self._num_calls = threading.Condition(), 0
-        self._is_inside = contextvars.ContextVar("is_inside", default=False)  # of a call
+        self._outer = contextvars.ContextVar[threading.Event | None]("outer", default=None)
         self._end: DrumlineError | None = None
         self.script_failure: Exception | None = None  # the others end after this rank, to be blamed
         if self.coor.is_master():
@@ -143,22 +143,25 @@ class Replanner:
         is inside of another one, such as that of a logits processor, fails at once.
         """
         with self._idle:
-            if self._is_inside.get() and _is_lost(model):
+            outer, ended = self._outer.get(), threading.Event()
+            if outer is not None and not outer.is_set() and _is_lost(model):
                 raise PeerLost(model._driver.lost.what, model._driver.lost.failures, REPEAT)
             while may_wait and _is_lost(model) and self._num_calls:
                 self._idle.wait()
             if _is_lost(model) and not self._num_calls:
                 self._load_again(model)
             self._num_calls += 1
-        outside = self._is_inside.set(True)
+        outside = self._outer.set(ended)
         try:
             yield
         except PeerLost as lost:
             if lost.advice == REPEAT:  # of a call inside this one
                 raise
+            traceback.clear_frames(lost.__traceback__)  # as in _load_again()
             raise PeerLost(lost.what, lost.failures, REPEAT) from lost
         finally:
-            self._is_inside.reset(outside)
+            self._outer.reset(outside)
+            ended.set()  # for what the call has started, and has a copy of this context
             with self._idle:
                 self._num_calls -= 1
                 self._idle.notify_all()

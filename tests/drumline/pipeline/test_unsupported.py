@@ -413,7 +413,7 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch, current):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     model = OnGpu()
     assert model.to("cuda:1") is model.cuda(torch.device("cuda:1")) is model
-    for move in (model.cuda, lambda: model.to("cuda")):
+    for move in (model.cuda, lambda: model.cuda(None), lambda: model.to("cuda")):
         if current == 1:
             assert move() is model
         else:

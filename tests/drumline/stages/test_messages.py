@@ -148,3 +148,13 @@ def test_a_channel_that_was_used_in_inference_mode_is_of_use_outside_of_it():
     assert torch.equal(received.add_(1), torch.full((999,), 2.0))
     sender.send(Message(MessageKind.CALL, tensors=[columns[::2]]))
     assert torch.equal(receiver.receive().tensors[0], columns[::2])
+
+
+def test_a_write_into_one_tensor_of_a_message_is_none_into_the_others():
+    """They share memory, and torch counts the writes into all views of one together."""
+    _, sender, receiver = link()
+    sender.send(Message(MessageKind.CALL, tensors=[torch.ones(9), torch.ones(9)]))
+    one, other = receiver.receive().tensors
+    before = other._version
+    one.zero_()
+    assert other._version == before and other.sum() == 9

@@ -151,7 +151,7 @@ def replanner_with(coor):
     replanner = object.__new__(Replanner)
     replanner.coor, replanner.script_failure, replanner._end = coor, None, None
     replanner._idle, replanner._num_calls = threading.Condition(), 0
-    replanner._is_inside = contextvars.ContextVar("is_inside", default=False)
+    replanner._outer = contextvars.ContextVar("outer", default=None)
     return replanner
 
 
