@@ -89,8 +89,8 @@ PICKS = (
     too_big("llama.cpp RPC"),
     too_big("transformers, mapped"),
     DecodePick(
-        *("one of the tokens of 32 clients, `drumline serve`", "serve", {"clients": 32}, "ms"),
-        *(RATE, RATE, "vLLM", "drumline, 2 ranks", "server"),
+        *("one token for a single client, `drumline serve`, 2 ranks", "serve", {"clients": 1}),
+        *("ms", RATE, RATE, "vLLM", "drumline, 2 ranks", "server", "llama.cpp, float32"),
     ),
     Pick(
         *("peak memory of a rank, 4 ranks", "model", {"ranks": 4}, "MiB"),
