@@ -102,7 +102,7 @@ def where() -> dict[str, str]:
         "machine": machine(),
         "versions": versions(),
         "commit": commit(),
-        "command": shlex.join(["python", *_command()]),
+        "command": shlex.join(["python", *command()]),
     }
 
 
@@ -147,10 +147,16 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def _command() -> list[str]:
+def command() -> list[str]:
+    """The words behind `python` that made a table, without paths of a machine."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     head = ["-m", spec.name.removesuffix(".__main__")] if spec else [Path(sys.argv[0]).name]
-    return [*head, *sys.argv[1:]]
+    return [*head, *map(_without_machine, sys.argv[1:])]
+
+
+def _without_machine(word: str) -> str:
+    """A word of a command, of an absolute path its end alone, such as llama.cpp/build/bin."""
+    return "/".join(Path(word).parts[-3:]) if Path(word).is_absolute() else word
 
 
 def alternate(cases: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:

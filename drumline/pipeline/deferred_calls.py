@@ -183,14 +183,18 @@ class DeferredCalls:
         layer = next((run.layers[0] for run in self.runs if written & {*run.slots}), None)
         if layer is None:  # of a call that failed before it was added
             return
-        for cache in [cache for run in self.runs for cache in run.caches]:
-            cache.is_inconsistent = True  # it counts tokens that do not come
+        self.invalidate_caches()  # which count tokens that do not come
         raise DrumlineError(
             f"rank 0: a tensor, or a view of its memory, was written into after {layer.name} on "
             f"rank {layer.rank} was given it and before that ran: calls of layers on other ranks "
             "are sent once something reads what they return; give them a clone(), or read what "
             "they return before you write."
         )
+
+    def invalidate_caches(self) -> None:
+        """Mark the caches of these calls: their layers no longer hold the same tokens."""
+        for cache in [cache for run in self.runs for cache in run.caches]:
+            cache.is_inconsistent = True
 
     def _is_wanted(self, lazy: LazyTensor | None, is_amid_pass: bool) -> TypeGuard[LazyTensor]:
         if type(lazy) is not LazyUnknownShape or is_amid_pass:

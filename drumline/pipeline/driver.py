@@ -81,7 +81,7 @@ class PipelineDriver:
                 return self._exchange(calls)
         except BaseException as error:
             if not isinstance(error, DrumlineError):
-                _invalidate_caches(calls)  # what follows these layers will not get their tokens
+                calls.invalidate_caches()  # what follows these layers will not get their tokens
             raise
 
     def _exchange(self, calls: DeferredCalls) -> Message:
@@ -167,7 +167,7 @@ class PipelineDriver:
             for run in calls.runs:  # whose layers are to be asked again what they return
                 self.specs.pop(run.spec.template, None)
         if reply.kind in (MessageKind.ERROR, MessageKind.CHANGED):
-            _invalidate_caches(calls)
+            calls.invalidate_caches()
             raise StageError(reply.note)
         return reply
 
@@ -249,12 +249,6 @@ def _cut_off(error: Exception) -> DrumlineError:
 
 def _caches(calls: DeferredCalls) -> list[CacheProxy]:
     return [cache for run in calls.runs for cache in run.caches]
-
-
-def _invalidate_caches(calls: DeferredCalls) -> None:
-    """Mark the caches of these calls: their layers no longer hold the same tokens."""
-    for cache in _caches(calls):
-        cache.is_inconsistent = True
 
 
 class PendingReply:

@@ -77,9 +77,11 @@ class UnsupportedMixin(ModelHooks):
         return super().to(*args, **kwargs)  # type: ignore[misc]
 
     def cpu(self) -> Any:
+        """As to("cpu")."""
         return self.to("cpu") if self._has_parts_elsewhere else super().cpu()  # type: ignore[misc]
 
     def cuda(self, device: Any = None) -> Any:
+        """As to(device), by default the current GPU."""
         if self._has_parts_elsewhere:
             return self.to("cuda" if device is None else device)
         return super().cuda(device)  # type: ignore[misc]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import calls, plots, report, scale, speed, steps
+from benchmarks import calls, plots, report, scale, speed, steps, table
 from benchmarks.__main__ import STEPS, ended, options, run
 from benchmarks.table import UNFINISHED, Spread, Table, alternate, spread
 from communicator import Communicator
@@ -141,6 +141,16 @@ def test_peers_go_to_the_steps_that_compare_with_them():
 def test_every_step_is_a_module_that_is_there(step):
     module = STEPS[step][0][0]
     assert (ROOT / f"{module.replace('.', '/')}.py").exists()
+
+
+def test_a_command_above_a_table_names_no_path_of_a_machine(monkeypatch):
+    """The commands of the committed tables of big and serve did."""
+    monkeypatch.setattr(sys, "argv", ["big.py", "--llama-cpp", "/home/me/llama.cpp/build/bin"])
+    assert table.command()[-2:] == ["--llama-cpp", "llama.cpp/build/bin"]
+    for path in (ROOT / "benchmarks" / "results").glob("*.jsonl"):
+        for row in map(json.loads, path.read_text().splitlines()):
+            words = row.get("command", "").split()
+            assert not [word for word in words if word.startswith("/")], path
 
 
 def test_a_spread_is_text_in_the_table_and_numbers_in_the_lines(tmp_path):
