@@ -25,6 +25,7 @@ from drumline.contact.loading.configs import (
     generation_settings,
     without_recommended_settings,
 )
+from drumline.core.cpu.idle_threads import release_idle_threads
 from drumline.core.device_map import ModelProfile, ModulePart, Place
 from drumline.errors import DrumlineError, PeerLost, PlanError
 from drumline.kv_cache.owner import make_pool
@@ -83,6 +84,10 @@ class BatchedRanks:
         self._managers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._sized: weakref.WeakSet[Any] = weakref.WeakSet()  # managers that may have pages
         self._lock = threading.Lock()  # a thread that ends may not change what another's step uses
+
+    def leave_computing(self) -> None:
+        """Leave the processors to the thread that runs the steps, where another one starts it."""
+        release_idle_threads()
 
     def check_there(self) -> None:
         """Raise PeerLost if a rank was lost, after which the model may be loaded anew already.

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from coordinator import RankFailure
+from drumline.core.cpu.idle_threads import release_idle_threads
 from drumline.errors import DrumlineError, PeerLost, PlanError
 from drumline.pipeline.paged_generation import tried_manager
 from drumline.serving.grammar import JsonGrammar
@@ -284,6 +285,7 @@ class BatchScheduler(Scheduler):
         self._waiting, self._batch_of = collections.deque[int](), dict[int, Any]()
         self._batches = self._made_batches(model)
         self._threads = [threading.Thread(target=self._run, args=(b,)) for b in self._batches]
+        release_idle_threads()  # from now on it is other threads that compute
         for batch, thread in zip(self._batches, self._threads, strict=True):
             batch.start()
             thread.start()
@@ -368,6 +370,7 @@ class BatchScheduler(Scheduler):
             self.fail(error)
         except Exception as error:  # it ends this sequence, and no other
             item.cancel(error)
+        release_idle_threads()
         with self._lock:
             self._leave_if_over(number)
             if number in self._open:

@@ -184,6 +184,7 @@ class BatchRanks(Protocol):
     """The model's ranks, as a batch needs them."""
 
     def check_there(self) -> None: ...
+    def leave_computing(self) -> None: ...
     def use_attention(self, manager: Any, name: str) -> None: ...
     def release_attention(self, manager: Any) -> None: ...
     def num_blocks(self, settings: Any, hints: Any) -> int: ...
@@ -261,6 +262,10 @@ class PagedManager(Manager):  # type: ignore[misc]
         self._choose = used_later
         self.get_result("tried", timeout=0)
         return logits
+
+    def start(self, *args: Any, **kwargs: Any) -> None:
+        self.ranks.leave_computing()
+        super().start(*args, **kwargs)
 
     @property
     def num_running(self) -> int:

@@ -16,10 +16,12 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import drumline
 import launcher
+from drumline.core.cpu.idle_threads import release_idle_threads
 from drumline.errors import DrumlineError
 from drumline.pipeline.paged_generation import PoolsOfRanks
 from tests.cases import soak
 from tests.drumline.conftest import LLAMA
+from tests.drumline.openmp import compute_in_two_threads, has_ended
 from tests.drumline.test_families import CAUSAL
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -346,6 +348,25 @@ def test_a_wait_without_a_timeout_ends_when_the_thread_has_failed(llama, on_mast
             manager.stop()
 
     on_master(llama[0], 2, work)
+
+
+def test_the_thread_that_starts_a_manager_keeps_no_idle_threads(llama, on_master):
+    """OpenMP let those of the manager sleep between two operations while others were there."""
+
+    def work(model):
+        num_before = torch.get_num_threads()
+        manager = model.init_continuous_batching(GREEDY)
+        release_idle_threads()
+        (idle,) = compute_in_two_threads()
+        manager.start()
+        try:
+            return has_ended(idle)
+        finally:
+            manager.stop()
+            torch.set_num_threads(num_before)
+
+    path, _, _ = llama
+    assert on_master(path, 1, work)
 
 
 def test_a_stop_that_does_not_wait_leaves_the_step_its_attention(llama, on_master):

@@ -597,6 +597,19 @@ def test_a_sequence_that_ran_alone_goes_on_with_those_that_come(loaded):
         assert scheduler.largest_batch == 2
 
 
+def test_no_thread_that_computed_keeps_its_idle_threads_beside_the_next_one(loaded, monkeypatch):
+    released = []
+
+    def release():
+        released.append(threading.current_thread().name.split("-")[0])
+
+    monkeypatch.setattr(scheduler_module, "release_idle_threads", release)
+    with scheduling(loaded, LOOKUP) as (scheduler, _):
+        assert released == [threading.current_thread().name.split("-")[0]]
+        submit(scheduler, Client([5], GREEDY))[0].tokens()
+    assert released[1:] == ["ThreadPoolExecutor"]
+
+
 def test_a_model_that_cannot_take_tokens_back_is_not_given_them(loaded, monkeypatch, caplog):
     def refuse(*_, **__):
         raise ValueError("assisted generation is not supported")
