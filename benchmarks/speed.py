@@ -122,19 +122,22 @@ def write(readme: Path, results: Path) -> None:
 
 
 def lines(results: Path) -> str:
-    """The table of the machine and commit that most rows have, and below it which these are."""
+    """The table of the machine that most rows have, and below it which it is, at which commits."""
     every = [(pick, *pair) for pick in PICKS for pair in pick.pairs(results)]
-    sources = Counter((ours["machine"], ours["commit"]) for _, ours, _, _ in every)
-    (source,) = [source for source, _ in sources.most_common(1)] or [("none", "none")]
+    machines = Counter(ours["machine"] for _, ours, _, _ in every)
+    (machine,) = [machine for machine, _ in machines.most_common(1)] or ["none"]
+    here = [row for row in every if row[1]["machine"] == machine]
     rows = [
         line(pick, time_of(pick.time, ours[pick.time]), time_of(pick.baseline_time, cell), peer)
-        for pick, ours, cell, peer in every
-        if (ours["machine"], ours["commit"]) == source
+        for pick, ours, cell, peer in here
     ]
     head = [" | ".join(HEAD).join(("| ", " |")), "|---|---:|---|---:|---:|"]
-    where = f"Medians. Machine: {source[0]}. Commit: {source[1]}."
+    tables = {pick.table: ours["commit"] for pick, ours, _, _ in here}
+    (commit,) = [commit for commit, _ in Counter(tables.values()).most_common(1)] or ["none"]
+    others = [f"; of {table}: {found}" for table, found in tables.items() if found != commit]
+    where = f"Medians. Machine: {machine}. Commit: {commit}{''.join(others)}."
     if left_out := len(PICKS) - len(rows):
-        where += f" {left_out} more were not measured, or elsewhere or before."
+        where += f" {left_out} more were not measured, or elsewhere."
     return "\n".join([*head, *rows, "", textwrap.fill(where, 100), ""])
 
 

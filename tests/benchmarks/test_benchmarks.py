@@ -105,6 +105,17 @@ def test_a_rate_is_shown_as_the_time_of_one_and_rows_that_were_not_measured_are_
     assert f"{len(speed.PICKS) - 1} more were not measured" in shown
 
 
+def test_below_the_table_stands_the_commit_of_each_row(tmp_path):
+    where = {"machine": "this", "link, delay": "1gbit, 0 ms", "clients": 1, "tokens/s": 10.0}
+    big = ("1", "over", ("drumline", "llama.cpp RPC"))
+    serve = ("2", "server", ("drumline, 2 ranks", "vLLM", "llama.cpp, float32"))
+    for name, (commit, column, contestants) in {"big": big, "serve": serve}.items():
+        rows = [{**where, "commit": commit, column: contestant} for contestant in contestants]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = speed.lines(tmp_path)
+    assert shown.count("| 100 ms |") == 4 and "Commit: 1; of serve: 2." in shown
+
+
 def test_the_page_of_the_benchmarks_shows_every_table_and_picture_that_is_kept():
     page = (ROOT / "benchmarks" / "README.md").read_text()
     for path in (ROOT / "benchmarks" / "results").iterdir():
