@@ -48,7 +48,10 @@ class Collectives(GroupMember):
         try:
             packets = self.allgather(outcome.packed(self.ranks[self.rank]), timeout_s=timeout_s)
         except CoordinatorError as error:
-            raise outcome.error or error from error
+            if outcome.error is None:
+                raise
+            if error.__cause__ is not outcome.error:  # which has broken the group by itself
+                raise outcome.error from error
         if outcome.error is not None:
             raise outcome.error
         self._check_sendable(packets[self.rank])

@@ -137,7 +137,9 @@ class FailureQueries(GroupMember):
 
     def _causes(self, error: BaseException | None) -> Sequence[RankFailure]:
         """The failed ranks of the group that the error, or the one before it, names."""
-        while error is not None:
+        seen: list[BaseException] = []  # a program may raise an error from itself
+        while error is not None and error not in seen:
+            seen.append(error)
             failures = error.failures if isinstance(error, PeerLost) else ()
             causes = [failure for failure in failures if failure.peer in self.peers]
             if causes:

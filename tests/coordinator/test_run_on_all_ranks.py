@@ -1,10 +1,19 @@
 """Work that every rank does for itself, and one decision on all of them."""
 
+import contextlib
 import re
+import threading
 
 import pytest
 
-from coordinator import Coordinator, CoordinatorError, DrumlineError, PeerLost, RemoteError
+from coordinator import (
+    Coordinator,
+    CoordinatorError,
+    CoordinatorTimeout,
+    DrumlineError,
+    PeerLost,
+    RemoteError,
+)
 from coordinator.errors import FailureReason, RankFailure
 
 
@@ -124,3 +133,35 @@ def test_one_rank_raises_its_own_error(ranks):
             return True
 
     assert ranks(body, 1) == [True]
+
+
+@pytest.mark.parametrize("fails_in_work", [True, False])
+def test_no_error_of_a_deadline_is_its_own_cause(ranks, fails_in_work):
+    """A Coordinator with subgroups that was left because of it followed the causes for ever."""
+    is_over = threading.Event()
+
+    def body(info):
+        with contextlib.suppress(PeerLost), Coordinator(info) as coor:
+            coor.split(range(2))
+            if coor.rank == 1:
+                assert is_over.wait(20)
+                return
+            work = (lambda: coor.barrier(timeout_s=0.2)) if fails_in_work else (lambda: None)
+            with pytest.raises(CoordinatorTimeout) as caught, coor:
+                coor.run_on_all_ranks(work, timeout_s=0.2)
+            is_over.set()
+            cause = caught.value
+            while cause := cause.__cause__ or cause.__context__:
+                assert cause is not caught.value
+
+    ranks(body, 2)
+
+
+def test_an_error_that_was_raised_from_itself_ends_the_group(ranks):
+    def body(info):
+        with pytest.raises(ValueError), Coordinator(info) as coor:
+            coor.barrier()
+            error = ValueError("mine")
+            raise error from error
+
+    ranks(body, 2)
