@@ -404,7 +404,8 @@ class Coordinator(Collectives, SharedState):
         self._locks.close()
         stuck: dict[int, float] = {}
         if self._group is not None:
-            detector, server = self._group.detector, self._server
+            detector = self._group.detector
+            server = self._server if limit is not None else None  # __del__ may come in its thread
             if server is not None and (reported := detector.reported()):
                 stuck |= dict.fromkeys(reported, self._timings.reason_s)  # who lives hears it
                 stuck |= dict.fromkeys(server.unreachable(), 0.0)

@@ -71,6 +71,24 @@ def test_a_forked_child_can_harm_its_parent_in_no_way(coordinated, nodes):
         assert (closed, gone, works) == ("closed", "gone", True), each
 
 
+def test_a_broken_coordinator_may_be_freed_by_the_thread_of_its_server(ranks):
+    """That waited for itself, as it holds the lock of what it serves, and all ranks with it."""
+
+    def body(info):
+        coor = Coordinator(info)
+        coor.barrier()
+        if coor.is_master():
+            coor.report_failure(1, "late")
+            freeing = threading.Thread(target=coor.__del__)
+            with coor._server._state:
+                freeing.start()
+                freeing.join(10)
+                assert not freeing.is_alive()
+        coor.close()
+
+    ranks(body, 2)
+
+
 @nodes
 def test_a_forked_child_keeps_no_connection_open(coordinated, nodes):
     def connections():
