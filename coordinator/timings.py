@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from launcher import ConnectionTimings, time_scale
 
 HEARTBEATS_PER_S = 1024  # of all nodes together
+MEETING_SHARE = 0.8  # of a call's time, for others to come: the rest is to hear who has not
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The ranks that go on when others have failed, as a launch of their own.
 
-Each tells rank 0, which keeps the keys, that it goes on. Once every other rank has failed, or the
-time is over, rank 0 says who they are, and where it listens for them.
+Each tells rank 0, which keeps the keys, that it goes on. Once every other rank has failed, or most
+of the time is over, rank 0 says who they are, and where it listens for them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import launcher
 from coordinator.call_site import PendingCall
 from coordinator.store.prefix_store import PrefixStore
+from coordinator.timings import MEETING_SHARE
 from launcher import LaunchInfo
 
 POLL_S = 0.01
@@ -36,22 +37,22 @@ def lead(
     failed: the ranks whose end is known. address: where this rank can be reached. release: it is
     this rank alone.
     """
-    goes_on = {0}
-    while len(goes_on | {*failed()}) < info.world_size and call.left_s > 0:
+    goes_on, meeting = {0}, call.restarted(MEETING_SHARE * call.left_s)
+    while len(goes_on | {*failed()}) < info.world_size and meeting.left_s > 0:
         time.sleep(POLL_S)
         others = set(range(info.world_size)) - goes_on
         goes_on |= {rank for rank in others if store.get(str(rank), call) is not None}
     # Who listens in on the launch before cannot guess the id of this one.
     launch_id = f"{info.launch_id}-{secrets.token_hex(8)}"
-    listener = launcher.listen(launch_id, address)
-    launch = {
-        "launch_id": launch_id,
-        "ranks": [0] if release else sorted(goes_on),
-        "address": address,
-        "port": listener.getsockname()[1],
-    }
-    store.put(ANSWER, json.dumps(launch).encode(), call)
-    return {**launch, "listener": listener.detach()}
+    with launcher.listen(launch_id, address) as listener:
+        launch = {
+            "launch_id": launch_id,
+            "ranks": [0] if release else sorted(goes_on),
+            "address": address,
+            "port": listener.getsockname()[1],
+        }
+        store.put(ANSWER, json.dumps(launch).encode(), call)
+        return {**launch, "listener": listener.detach()}
 
 
 def follow(info: LaunchInfo, store: PrefixStore, call: PendingCall) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
 from coordinator.failure.detector import FailureDetector
 from coordinator.peers import Peer, group_by_node
 from coordinator.store.prefix_store import PrefixStore
+from coordinator.timings import MEETING_SHARE
 from coordinator.transport.group import Check, Group, patient, resumed
 from coordinator.transport.rendezvous import Rendezvous
 from coordinator.transport.tree import (
@@ -31,8 +32,6 @@ from launcher import NoMessage
 
 if TYPE_CHECKING:
     from coordinator.transport.gloo_transport import GlooTransport
-
-CONNECT_SHARE = 0.8  # of the time to join, for connections: the rest is to hear who could not
 
 log = logging.getLogger("coordinator")
 
@@ -205,7 +204,7 @@ class _Joining:
     ) -> str:
         """Connect to the neighbours in the tree; the problem, or nothing."""
         parent, children = None, {}
-        deadline = self.pending.restarted(CONNECT_SHARE * self.pending.left_s).deadline
+        deadline = self.pending.restarted(MEETING_SHARE * self.pending.left_s).deadline
         try:
             if index > 0:
                 address, above = nodes[parent_of(index)]
@@ -233,7 +232,7 @@ class _Joining:
         me = self.peers[self.rank]
         return (
             f"rank {me.rank} (host {me.host}, address {me.address}) waited "
-            f"{CONNECT_SHARE * self.pending.timeout_s:g} s in {self.pending.call} for {names} to "
+            f"{MEETING_SHARE * self.pending.timeout_s:g} s in {self.pending.call} for {names} to "
             "connect"
         )
 

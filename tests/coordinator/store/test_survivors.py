@@ -2,6 +2,8 @@
 
 import os
 import signal
+import threading
+import time
 
 import launcher
 from coordinator import Coordinator, PeerLost
@@ -36,3 +38,21 @@ def test_the_others_go_on_whichever_ranks_are_killed():
 
 def test_rank_0_can_release_the_others():
     assert launcher.launch(regroup, 3, args=([],)) == [[[0, 0, 1], [0]], None, None]
+
+
+def test_a_rank_that_calls_before_rank_0_goes_on_though_another_never_calls(ranks):
+    """It gave up at its deadline, shortly before that of rank 0, which answered only then."""
+    all_done = threading.Barrier(3)
+
+    def body(info):
+        with Coordinator(info) as coor:
+            place = None
+            if coor.rank < 2:
+                time.sleep(0.2 * coor.is_master())
+                now = coor.survivors(timeout_s=2)
+                os.close(int(now.extras.get("master_fd", os.dup(0))))
+                place = now.rank, now.world_size
+            all_done.wait(20)
+            return place
+
+    assert ranks(body, 3) == [(0, 2), (1, 2), None]
