@@ -276,7 +276,7 @@ class Coordinator(Collectives, SharedState):
         address, credentials = self._session.client.local_address, self._session.credentials
         check = functools.partial(detector.check_alive, call)
         return PeerConnector(address, credentials, self.rank, self.peers, name, check).connect(
-            lambda data: self._exchange("connections", Exchange(data), call.left_s), call.left_s
+            lambda data: self._exchange("connections", Exchange(data), call.left_s), call
         )
 
     # ---- groups ----

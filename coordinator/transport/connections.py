@@ -6,14 +6,15 @@ The higher rank of a pair connects to the lower, which listens for as long as th
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
+from coordinator.call_site import PendingCall
 from coordinator.control.framing import Connection, pack, unpack
 from coordinator.errors import CoordinatorError
 from coordinator.peers import Peer
+from coordinator.timings import MEETING_SHARE
 from coordinator.transport.tree import ChildListener, connect_to_parent
 from launcher import Credentials, NoMessage
 
@@ -37,33 +38,33 @@ class PeerConnector:
     check: Callable[[], None]
     connections: dict[int, Connection] = field(default_factory=dict)
 
-    def connect(self, exchange: Exchange, timeout_s: float) -> dict[int, socket.socket]:
+    def connect(self, exchange: Exchange, call: PendingCall) -> dict[int, socket.socket]:
         """The connections, by rank. exchange: an allgather over the peers. Collective."""
-        deadline = time.monotonic() + timeout_s
         higher = range(self.rank + 1, len(self.peers))
         purpose, credentials = self._purpose(self.rank), self.credentials
         with closing(ChildListener(self.address, credentials, purpose, len(higher))) as listener:
             addresses = [unpack(data) for data in exchange(pack(list(listener.address)))]
-            problem = self._connect(addresses, listener, deadline, timeout_s)
-        problems = [data.decode() for data in exchange(problem.encode()) if data]
-        if problems:
-            for connection in (*self.connections.values(), *listener.accepted.values()):
-                connection.close()
-            me = self.peers[self.rank].rank
-            raise CoordinatorError(
-                problem or f"rank {me} has no connections, for another has none: {problems[0]}"
-            )
+            try:
+                meeting = call.restarted(MEETING_SHARE * call.left_s)
+                problem = self._connect(addresses, listener, meeting)
+                problems = [data.decode() for data in exchange(problem.encode()) if data]
+                if problems:
+                    me = self.peers[self.rank].rank
+                    raise CoordinatorError(
+                        problem
+                        or f"rank {me} has no connections, for another has none: {problems[0]}"
+                    )
+            except BaseException:
+                for connection in (*self.connections.values(), *listener.accepted.values()):
+                    connection.close()
+                raise
         return {rank: connection.socket for rank, connection in self.connections.items()}
 
     def _purpose(self, listener: int) -> str:
         return f"connections/{self.name}/{listener}"
 
     def _connect(
-        self,
-        addresses: list[tuple[str, int]],
-        listener: ChildListener,
-        deadline: float,
-        timeout_s: float,
+        self, addresses: list[tuple[str, int]], listener: ChildListener, meeting: PendingCall
     ) -> str:
         """Connect to the lower ranks, and accept the higher; the problem, or nothing."""
         higher = range(self.rank + 1, len(self.peers))
@@ -72,12 +73,12 @@ class PeerConnector:
             for rank in range(self.rank):
                 purpose, peer = f"{self._purpose(rank)}/{self.rank}", self.peers[rank]
                 self.connections[rank] = connect_to_parent(
-                    addresses[rank], credentials, me, peer, purpose, deadline, self.check
+                    addresses[rank], credentials, me, peer, purpose, meeting.deadline, self.check
                 )
-            self.connections.update(listener.wait(higher, deadline, self.check))
+            self.connections.update(listener.wait(higher, meeting.deadline, self.check))
         except CoordinatorError as error:
             return str(error)
         except NoMessage:
             late = [str(self.peers[rank]) for rank in higher if rank not in listener.accepted]
-            return f"{me} waited {timeout_s:g} s for {' and '.join(late)} to connect"
+            return f"{me} waited {meeting.waited_s:.1f} s for {' and '.join(late)} to connect"
         return ""

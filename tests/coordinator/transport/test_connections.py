@@ -11,6 +11,7 @@ import pytest
 from coordinator import Coordinator, CoordinatorError, PeerLost
 from coordinator.peers import Peer
 from coordinator.store import torch_store
+from coordinator.transport import connections
 from coordinator.transport.connections import PeerConnector
 from coordinator.transport.tree import connect_to_parent
 from launcher import Credentials
@@ -98,13 +99,30 @@ def test_a_rank_that_does_not_come_is_named(ranks_or_errors):
         assert isinstance(error, CoordinatorError) and "rank 1" in str(error)
 
 
+def test_ranks_that_cannot_reach_each_other_say_so_at_the_deadline(ranks_or_errors, monkeypatch):
+    """They had no time left to tell each other, and said no more than that."""
+    monkeypatch.setattr(
+        connections,
+        "connect_to_parent",
+        lambda address, *others: connect_to_parent((address[0], 9), *others),
+    )
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            coor.connections(timeout_s=1)
+
+    waiting, failing = ranks_or_errors(body, 2)
+    assert "waited 0.8 s for rank 1" in str(waiting) and "firewall" in str(failing)
+
+
 def test_a_rank_that_leaves_while_others_connect_to_it_is_named_at_once(
     ranks_or_errors, monkeypatch
 ):
-    """They waited until their deadline, and their error had no failures."""
-    connect = PeerConnector._connect
+    """They waited until their deadline, and their error had no failures; later they kept sockets."""
+    connect, made = PeerConnector._connect, []
 
     def leave(connector, *arguments):
+        made.append(connector.connections)
         return 1 // 0 if connector.rank == 2 else connect(connector, *arguments)
 
     def body(info):
@@ -117,6 +135,7 @@ def test_a_rank_that_leaves_while_others_connect_to_it_is_named_at_once(
     assert time.monotonic() - begun < 10
     for error in errors[:2]:
         assert isinstance(error, PeerLost) and [each.rank for each in error.failures] == [2], error
+    assert [link for links in made for link in links.values() if link.socket.fileno() >= 0] == []
 
 
 def test_a_connection_to_what_never_answers_ends_as_its_rank_does():
