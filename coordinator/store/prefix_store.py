@@ -102,7 +102,7 @@ class PrefixStore:
     ) -> CoordinatorTimeout:
         """The error for a deadline: rank 0 does not answer, or nobody has put it."""
         waited = f"rank {self._rank} waited {pending.timeout_s:g} s in {pending.call} for"
-        if keys and session.reports([0], session.timings.last_answer_s):
+        if keys and session.reports([session.info.master_rank], session.timings.last_answer_s):
             return CoordinatorTimeout(f"{waited} {list(keys)}, which nobody has put.")
         return CoordinatorTimeout(
             f"{waited} {session.describe_master()} which keeps the values: "

@@ -127,6 +127,13 @@ def test_errors_name_ranks_by_the_numbers_that_they_have_elsewhere(meet, on_thre
         late.barrier()
 
 
+def test_a_key_that_nobody_puts_is_no_fault_of_the_rank_that_keeps_the_keys(meet):
+    """It was said not to answer, for rank 0 was asked after, which is none of them."""
+    _, other = meet(HashStore(), range(2), world_size=2, numbers=(5, 2))
+    with pytest.raises(CoordinatorTimeout, match=r"\['key'\], which nobody has put"):
+        other.wait("key", timeout_s=0.3)
+
+
 def test_a_rank_alone_meets_nobody():
     with Coordinator.over(HashStore(), 0, 1, ranks=[3]) as coor:
         assert (coor.rank_name(), coor.allgather(b"x")) == ("rank 3", [b"x"])

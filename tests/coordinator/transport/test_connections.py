@@ -118,7 +118,7 @@ def test_ranks_that_cannot_reach_each_other_say_so_at_the_deadline(ranks_or_erro
 def test_a_rank_that_leaves_while_others_connect_to_it_is_named_at_once(
     ranks_or_errors, monkeypatch
 ):
-    """They waited until their deadline, and their error had no failures; later they kept sockets."""
+    """They waited until their deadline, their error had no failures, and they kept sockets."""
     connect, made = PeerConnector._connect, []
 
     def leave(connector, *arguments):
