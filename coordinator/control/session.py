@@ -101,7 +101,7 @@ class Session:
             failure = self.client.network_failure()
         except OSError:  # a connection was closed meanwhile
             return ""
-        return failure and f"rank 0: {failure}"
+        return failure and f"rank {self.info.master_rank}: {failure}"
 
     def reports(self, ranks: Sequence[int], timeout_s: float | None = None) -> Membership:
         """These ranks as rank 0 knows them; empty if it does not answer."""
@@ -170,7 +170,7 @@ class Session:
     def describe_master(self) -> str:
         """Rank 0 of the launch, as far as this rank knows it, and its state."""
         if self._master is None:
-            return f"rank 0 ({self.info.master_addr}:{self.info.master_port})"
+            return f"rank {self.info.master_rank} ({self.info.master_addr}:{self.info.master_port})"
         if self.server_lost_at:
             self._master.dies_within(self.timings.exit_s)
         return f"{self._master.peer}, {self._master.state() or 'on another host'},"
@@ -377,26 +377,27 @@ def _locate_server_by_store(info: LaunchInfo, timeout_s: float) -> ServerLocatio
     launch has none."""
     from torch.distributed import TCPStore
 
-    has_secret = "secret_fd" in info.extras
+    own = launch_secret(info) if "secret_fd" in info.extras else b""
     key = f"drumline/{info.launch_id}"
     limit = timedelta(seconds=timeout_s)
     try:
         store = TCPStore(info.master_addr, info.master_port, None, False, timeout=limit)
         if info.rank == 0:
             listener = _listener_next_to_store(info)
-            drawn = b"" if has_secret else secrets.token_bytes(SECRET_NBYTES)
+            drawn = b"" if own else secrets.token_bytes(SECRET_NBYTES)
             store.set(key, json.dumps([*listener.getsockname()[:2], drawn.hex()]))
-            secret = drawn or launch_secret(info)
-            return ServerLocation((listener.family, listener.getsockname()), secret, listener)
+            address = listener.family, listener.getsockname()
+            return ServerLocation(address, own or drawn, listener)
         host, port, text = json.loads(store.get(key))
+    except CoordinatorError:  # of names and addresses
+        raise
     except RuntimeError as error:
         raise CoordinatorTimeout(
             f"rank {info.rank} (host {socket.gethostname()}) waited {timeout_s:g} s at the "
             f"launcher's store {info.master_addr}:{info.master_port} for the address of rank 0. "
             f"Check that rank 0 makes a Coordinator, too. ({error})"
         ) from error
-    drawn = b"" if has_secret else bytes.fromhex(text)  # who alters the store draws none for us
-    secret = drawn or launch_secret(info)
+    secret = own or bytes.fromhex(text) or launch_secret(info)  # the store draws none for us
     return ServerLocation((family_of(host), (host, port)), secret, None)
 
 

@@ -17,6 +17,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from coordinator import Coordinator, CoordinatorError
+from coordinator.control import session
 from coordinator.control.framing import Connection
 from coordinator.control.server import CONTROL
 from coordinator.control.session import _locate_server_by_store, this_process
@@ -390,6 +391,24 @@ def test_a_secret_in_the_store_does_not_replace_that_of_the_launch(has_secret):
     assert location.secret == (bytes(range(32)) if has_secret else bytes(32))
     if has_secret:
         os.close(int(extras["secret_fd"]))
+
+
+@pytest.mark.parametrize("lacks", ["secret", "address"])
+def test_rank_0_that_cannot_serve_says_why_and_leaves_no_address_in_the_store(monkeypatch, lacks):
+    """It said that it had waited for the address of rank 0."""
+
+    def refuse(info):
+        raise CoordinatorError("no such host")
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    extras = {"store": "agent"} | ({"secret_fd": "0"} if lacks == "secret" else {})
+    info = LaunchInfo("stored", 2, 1, 0, 0, "127.0.0.1", store.port, extras)
+    if lacks == "address":
+        monkeypatch.setattr(session, "candidates", refuse)
+    why = "no such host" if lacks == "address" else "rank 0 cannot read the launch secret"
+    with pytest.raises(CoordinatorError, match=f"^{why}"):
+        _locate_server_by_store(info, 20)
+    assert not store.check(["drumline/stored"])
 
 
 @pytest.mark.parametrize("nodes, odd", [([2], 0), ([1, 1], 0), ([1, 1, 1], 2), ([2, 1], 2)])
