@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Container, Iterable
+from dataclasses import replace
 
 from coordinator.control.membership import SUSPENDED, Membership, RankReport
 from coordinator.control.process_monitor import PeerProcess
@@ -53,7 +54,7 @@ class FailureScan:
             self._refresh_membership()
             observed = self._observed()
             reported = self._reported()  # after: a rank reports its reason before it closes
-            self._remove_recovered(observed)
+            self._remove_recovered({*observed, *(failure.rank for failure in reported)})
             for failure in (*reported, *observed.values()):
                 self._add(failure)
             return tuple(sorted(self._failures.values(), key=self._occurrence))
@@ -74,10 +75,10 @@ class FailureScan:
 
     def _add(self, failure: RankFailure) -> None:
         """The first reason stays, unless the rank could still have recovered from it."""
-        before = self._failures.get(failure.rank)
-        if before is None or (before.reason.may_recover and before.reason != failure.reason):
-            self._failures[failure.rank] = failure
-            self._failed_at.setdefault(failure.rank, time.monotonic() - failure.since_s)
+        before, now = self._failures.get(failure.rank), time.monotonic()
+        if before is None or before.reason.may_recover:
+            failed_at = self._failed_at.setdefault(failure.rank, now - failure.since_s)
+            self._failures[failure.rank] = replace(failure, since_s=now - failed_at)
 
     def _peers(self) -> Iterable[tuple[int, Peer]]:
         """The other ranks that have not failed for good, by place."""

@@ -16,6 +16,8 @@ from coordinator import (
     RankFailure,
     _node_shm,
 )
+from coordinator.call_site import begin_call
+from coordinator.failure.peer_monitor import ObservedRank
 
 LIMIT_S = 30.0
 LAYOUTS = {"one node": None, "two nodes": [2, 1]}
@@ -170,6 +172,26 @@ def test_what_any_rank_reports_all_ranks_hear(fork, layout):
     zero, one, two = fork(body, 3, LAYOUTS[layout]).outcomes()
     assert zero.value == one.value == [2, "reported", True], (zero, one)
     assert two.error == "PeerLost" and "on fire" in two.text
+
+
+def test_a_rank_that_only_others_cannot_reach_is_reported_after_the_time_that_was_asked_for(ranks):
+    """At each look it seemed to have become unreachable at that moment."""
+    is_over = threading.Event()
+
+    def body(info):
+        with Coordinator(info) as coor:
+            coor.barrier()
+            if coor.is_master():
+                reason = FailureReason.UNREACHABLE
+                lost = ObservedRank(coor.peers[1], "is cut off", None, reason)
+                coor._detector.fail(PeerLost, [lost], begin_call("recv", 1, 1.0))
+                with coor.on_failure(log := Log(), unreachable_s=0.6):
+                    (failure,) = log.wait()
+                is_over.set()
+                assert failure.reason is reason and failure.since_s >= 0.6
+            assert is_over.wait(2 * LIMIT_S)
+
+    ranks(body, 2)
 
 
 def test_an_exception_of_one_rank_is_reported_with_its_cause(ranks):
