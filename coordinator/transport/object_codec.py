@@ -33,11 +33,16 @@ def why_unsendable(data: bytes) -> str:
 
 
 def unpacked(data: bytes, rank: int) -> Any:
-    """The value. Raises CoordinatorError if it is a note."""
+    """The value. Raises CoordinatorError if it is a note, or has what cannot be read again."""
     why = why_unsendable(data)
     if why:
         raise CoordinatorError(
             f"rank {rank}: {why}. Give None, bool, int, float, str, bytes, lists or dicts of them, "
             "or send bytes of your own making."
         )
-    return unpack(data)
+    try:
+        return unpack(data)
+    except (TypeError, ValueError) as error:  # of a tuple as a key, which arrives as a list
+        raise CoordinatorError(
+            f"rank {rank}: a value cannot be read ({error}). Give dicts other keys than tuples."
+        ) from error

@@ -89,6 +89,18 @@ def test_agreement_is_the_value_and_a_vote_is_unanimous(ranks, nodes):
     assert ranks(body, sum(nodes), nodes) == [(True, False, False)] * sum(nodes)
 
 
+def test_a_value_that_cannot_be_read_again_fails_on_all_ranks_and_leaves_the_group_whole(ranks):
+    """A tuple as a key, which arrives as a list, was a TypeError of msgpack's."""
+
+    def body(info):
+        with Coordinator(info) as coor:
+            with pytest.raises(CoordinatorError, match="other keys than tuples"):
+                coor.broadcast_object({(1, 2): 3})
+            coor.barrier()
+
+    ranks(body, 2)
+
+
 def test_disagreement_lists_who_gave_what_and_leaves_the_group_whole(ranks):
     def body(info):
         with Coordinator(info) as coor:
