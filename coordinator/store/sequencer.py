@@ -54,7 +54,7 @@ class Sequencer:
                     f"rank {self._rank}: the work of once() returned {type(result).__name__}, not "
                     "bytes"
                 )
-        self._put(result, pending)
+            self._put(result, pending)
         return result
 
     @contextmanager
@@ -82,9 +82,9 @@ class Sequencer:
             (outcome,) = self._store.wait([OUTCOME], pending, lambda: self._check(first, pending))
         except CoordinatorTimeout as error:
             raise CoordinatorTimeout(
-                f"rank {self._rank} waited {pending.timeout_s:g} s in {pending.call} for "
+                f"rank {self._rank} waited {pending.waited_s:.1f} s in {pending.call} for "
                 f"{self._detector.monitor.describe([first])} to go first. Give a longer timeout_s, "
-                "or look at what it does."
+                f"or look at what it does. ({error})"
             ) from error
         return self._result(outcome, first, pending)
 

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 
 from coordinator import Coordinator, CoordinatorError, CoordinatorTimeout
+from coordinator.control import client
 from launcher import LaunchInfo
 
 LAYOUTS = [[4], [2, 2], [3, 1, 1], [1, 1, 1, 1, 1]]
@@ -230,6 +231,40 @@ def test_what_fails_once_fails_for_all_with_its_traceback(ranks_or_errors):
         "CoordinatorError", "CoordinatorError", "OSError",
     ]  # fmt: skip
     assert all("disk full" in str(error) for error in outcomes)
+
+
+def test_a_result_that_is_too_large_fails_once_for_all(ranks_or_errors, monkeypatch):
+    """The others waited for it until their deadline."""
+    monkeypatch.setattr(client, "MAX_REQUEST_NBYTES", 20_000)
+
+    def body(info):
+        with Coordinator(info) as coor:
+            try:
+                coor.once("download", lambda: bytes(20_000), timeout_s=3)
+            finally:
+                coor.barrier()
+
+    outcomes = ranks_or_errors(body, 2)
+    assert [type(error) for error in outcomes] == [CoordinatorError] * 2
+    assert all("which takes at most 20000 at once" in str(error) for error in outcomes), outcomes
+
+
+def test_who_waits_for_another_to_go_first_hears_why_the_group_has_failed(ranks_or_errors):
+    """It said that the first rank had not gone in all of its time."""
+
+    def body(info):
+        with Coordinator(info) as coor:
+            if coor.rank == 1:
+                with coor.master_first():
+                    pass
+            elif coor.rank == 2:
+                coor.barrier(timeout_s=0.3)
+            else:
+                coor.wait("never")
+
+    error = ranks_or_errors(body, 3)[1]
+    assert isinstance(error, CoordinatorTimeout) and "waited 300 s" not in str(error)
+    assert "rank 2 had already given up, in barrier" in str(error)
 
 
 def test_the_master_goes_first_over_all_nodes(ranks):
