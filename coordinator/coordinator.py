@@ -338,7 +338,7 @@ class Coordinator(Collectives, SharedState):
         group._ancestors = (*self._ancestors, self._subgroups)
         if self._session is not None:
             this_process.of(self.info).retain()
-        key = f"{self._store.prefix}{'-'.join(map(str, members))}:{name}{number}/"
+        key = self._store.child("-".join(map(str, members)), name, str(number)).prefix
         ranks = [self.ranks[member] for member in members]
         group._join(key, ranks, self._detector, call, check)
         for groups in group._ancestors:

@@ -313,6 +313,18 @@ def test_a_coordinator_serves_whichever_thread_comes(ranks):
     assert ranks(body, 2) == [[[n, n] for n in range(4)]] * 2
 
 
+def test_no_two_groups_share_their_keys(ranks):
+    """The eleventh group without a name was that named "1"."""
+
+    def body(info):
+        with Coordinator(info) as coor:
+            groups = [coor.split([0, 1]) for _ in range(11)]
+            groups[10].put("key", b"x")
+            return coor.split([0, 1], name="1").get("key")
+
+    assert ranks(body, 2) == [None, None]
+
+
 def test_groups_close_in_any_order(ranks):
     def body(info):
         coor = Coordinator(info)
