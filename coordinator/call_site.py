@@ -12,7 +12,7 @@ from types import FrameType
 from typing import NamedTuple
 
 _new = tuple.__new__
-_HERE = str(Path(__file__).parent)
+_HERE = f"{Path(__file__).parent}/"
 
 
 class CallSite(NamedTuple):
@@ -103,7 +103,7 @@ def _outside_name(filename: str) -> str:
 def _is_ours(filename: str) -> bool:
     """True for a file of this package, or between the user's call and it."""
     return filename.startswith(_HERE) or filename.endswith(
-        ("contextlib.py", "launcher/trace/recorder.py")
+        ("/contextlib.py", "/launcher/trace/recorder.py")
     )
 
 

@@ -1,9 +1,11 @@
 """Arguments that are not deadlines, and tracebacks without our frames."""
 
+from pathlib import Path
+
 import pytest
 
-from coordinator import Coordinator
-from coordinator.call_site import traceback_of
+from coordinator import Coordinator, call_site
+from coordinator.call_site import caller, traceback_of
 from launcher import LaunchInfo
 
 
@@ -19,6 +21,15 @@ def test_a_traceback_for_others_shows_the_users_frames_alone():
     assert "sequencer.py" not in text and "coordinator.py" not in text.replace(
         "test_coordinator", ""
     )
+
+
+@pytest.mark.parametrize("name", ["/coordinator_tools/mine.py", "/tools/my_contextlib.py"])
+def test_a_file_whose_name_is_like_one_of_ours_is_the_users(name):
+    names = {"caller": caller}
+    exec(
+        compile("where = caller(1)", f"{Path(call_site.__file__).parents[1]}{name}", "exec"), names
+    )
+    assert names["where"] == f"{Path(name).name}:1"
 
 
 @pytest.mark.parametrize("timeout_s", [-1, float("nan"), float("inf"), "1"])
