@@ -72,6 +72,7 @@ class FailureQueries(GroupMember):
         Not collective. The calls of all ranks raise PeerLost, those that wait already and all later
         ones. For callers that know before the deadline, for example that a rank is suspended.
         """
+        self._check_rank(rank, "rank")
         if self._detector is not None and self._broken is None and not self._closed:
             self._detector.report_failure(self.peers[rank], how, caller())
 

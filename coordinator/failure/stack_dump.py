@@ -3,6 +3,7 @@ that the others of the node read."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import functools
@@ -62,7 +63,8 @@ def ask(peers: Iterable[Peer]) -> list[Peer]:
         if peer.is_visible and not peer.is_known_dead() and linux.catches_signal(peer.pid, SIGNAL):
             by_pid[peer.pid] = peer
     for pid in by_pid:
-        _signal_main_thread(pid, SIGNAL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended since
+            _signal_main_thread(pid, SIGNAL)
     return list(by_pid.values())
 
 

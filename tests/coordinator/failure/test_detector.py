@@ -364,6 +364,19 @@ def test_a_callback_may_close_the_coordinator(fork):
     assert fork(body, 2).outcomes()[0].value
 
 
+def test_only_a_rank_of_the_group_can_be_reported(ranks):
+    """-1 was the last one, and others an IndexError."""
+
+    def body(info):
+        with Coordinator(info) as coor:
+            for rank in (-1, 2):
+                with pytest.raises(ValueError, match="not a rank of this group"):
+                    coor.report_failure(rank, "late")
+            coor.barrier()
+
+    ranks(body, 2)
+
+
 def test_a_single_rank_never_fails(ranks):
     def body(info):
         with Coordinator(info) as coor, coor.on_failure(lambda failure: None):

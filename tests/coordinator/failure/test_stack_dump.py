@@ -46,6 +46,14 @@ def test_a_process_whose_stacks_are_read_goes_on():
         process.stdin.close()
 
 
+def test_a_process_that_ends_before_it_is_asked_is_no_error(monkeypatch):
+    with subprocess.Popen(["true"]) as process:
+        pass
+    peer = SimpleNamespace(pid=process.pid, is_visible=True, is_known_dead=lambda: False)
+    monkeypatch.setattr(stack_dump.linux, "catches_signal", lambda *_: True)
+    assert stack_dump.ask([peer]) == [peer]
+
+
 def test_ranks_that_wait_for_one_that_is_not_seen_are_in_no_deadlock():
     """A rank of another host that was at work was taken for a part of a deadlock."""
     waits = {n: stuck_ranks.StuckRank(n, "recv", n + 1, f"a.py:{n}", []) for n in (0, 1)}
