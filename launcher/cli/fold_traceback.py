@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import re
 import sysconfig
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-OURS = ("launcher", "coordinator", "communicator", "drumline")
+from launcher.system.shadowing import INSTALLED, PACKAGES
+
 # A frame as traceback.format_exception prints it: its line, and the lines of code below.
 FRAME = r' +File "[^"\n]+", line \d+, in .*\n(?:    .*\n|  \[Previous line .*\n)*'
 FRAMES = re.compile(rf"(?m)(?:^{FRAME})+")
@@ -60,9 +59,9 @@ def _owner(frame: str) -> str:
     assert match is not None
     path = match[1]
     package = PACKAGE.search(path)
-    if package is not None and package[1] not in OURS:
+    if package is not None and package[1] not in PACKAGES:
         return package[1]
-    if any(path.startswith(f"{ROOT}/{name}/") for name in OURS):
+    if any(path.startswith(f"{INSTALLED}/{name}/") for name in PACKAGES):
         return "drumline"
     is_standard = path.startswith((f"{STANDARD_LIBRARY}/", "<frozen "))
     return "python" if is_standard else ""

@@ -11,9 +11,9 @@ import sys
 from typing import Any
 
 from launcher.launch_info import LOG_LEVEL
+from launcher.system.shadowing import PACKAGES
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-LOGGERS = ("launcher", "coordinator", "communicator", "drumline")
 
 
 class StderrHandler(logging.StreamHandler[Any]):
@@ -38,7 +38,7 @@ def configure() -> None:
     level = os.environ.get(LOG_LEVEL, "").upper()
     if level and level not in LEVELS:
         raise ValueError(f"{LOG_LEVEL}={level:.99} is not a level: set one of {', '.join(LEVELS)}")
-    for name in LOGGERS:
+    for name in PACKAGES:
         logger = logging.getLogger(name)
         if level:
             logger.setLevel(level)

@@ -3,7 +3,7 @@
 import json
 import traceback
 
-from launcher.cli.fold_traceback import ROOT, fold
+from launcher.cli.fold_traceback import INSTALLED, fold
 
 
 def formatted(work):
@@ -25,14 +25,14 @@ def test_frames_of_a_library_are_counted_and_the_last_is_shown():
 FRAMES = f"""Traceback (most recent call last):
   File "train.py", line 8, in <module>
     work(coor)
-  File "{ROOT}/coordinator/collectives.py", line 72, in barrier
+  File "{INSTALLED}/coordinator/collectives.py", line 72, in barrier
     self._exchange("barrier", Exchange(b""), timeout_s)
     ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
-  File "{ROOT}/coordinator/coordinator.py", line 546, in _exchange
+  File "{INSTALLED}/coordinator/coordinator.py", line 546, in _exchange
     return self._exchange_alone(self._call, exchange)
   File "/x/site-packages/torch/nn/module.py", line 1, in forward
   [Previous line repeated 7 more times]
-  File "{ROOT}/coordinator/failure/detector.py", line 99, in check_group
+  File "{INSTALLED}/coordinator/failure/detector.py", line 99, in check_group
     raise self._error(failure, pending)
 coordinator.errors.PeerLost: rank 0 waited
 """
@@ -64,7 +64,7 @@ def cause(file, error):
 
 
 def test_of_a_chain_of_our_own_errors_the_first_and_the_last_are_shown():
-    ours = f"{ROOT}/communicator/backends/tcp.py"
+    ours = f"{INSTALLED}/communicator/backends/tcp.py"
     causes = [cause(ours, f"Error{number}: text") for number in range(4)]
     program = cause("train.py", "ValueError: of the program")
     folded = fold("".join(["rank 1 raised\n\n", *causes[:3], program, causes[3], FRAMES]))

@@ -45,11 +45,11 @@ def test_a_level_that_does_not_exist_is_a_usage_error(command, usage_error, monk
 
 
 def test_configuring_twice_adds_one_handler(monkeypatch):
-    for name in log_setup.LOGGERS:
+    for name in log_setup.PACKAGES:
         monkeypatch.setattr(logging.getLogger(name), "handlers", [])
     log_setup.configure()
     log_setup.configure()
-    assert [len(logging.getLogger(name).handlers) for name in log_setup.LOGGERS] == [1] * 4
+    assert [len(logging.getLogger(name).handlers) for name in log_setup.PACKAGES] == [1] * 4
 
 
 def test_help_names_the_variable():
