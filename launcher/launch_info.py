@@ -21,7 +21,6 @@ NODE_RANK = "node_rank"  # in extras: which node it is, where the ranks do not t
 LOG_LEVEL = ENV_PREFIX + "LOG_LEVEL"
 TIME_SCALE = ENV_PREFIX + "TIME_SCALE"
 PATIENCE = ENV_PREFIX + "PATIENCE"
-SETTINGS = (LOG_LEVEL, TIME_SCALE, PATIENCE)  # of the user, for every process of a launch
 CHOICE = ENV_PREFIX + "LAUNCHER"  # names the launcher to detect, where variables of several are set
 ENCRYPT_VARIABLE = ENV_PREFIX + "ENCRYPT"  # by which a backend launcher's ranks learn of it
 MAX_PORT = 65535

@@ -24,14 +24,12 @@ from launcher.external import node_rendezvous
 from launcher.external.rank_main import LOGS
 from launcher.external.suspended import SuspendedProcesses
 from launcher.job import Job
-from launcher.launch_info import ENV_PREFIX, SETTINGS
 from launcher.records import json_values
 from launcher.records.temporary_folder import temporary_folder
 from launcher.runtime import output, rank_environment
 from launcher.system import descendants, linux, shadowing, stop_signals
 from launcher.system.held_forks import explained_limit
 from launcher.system.oom_kills import OomKills
-from launcher.trace import recorder
 
 
 def run(backend: Any, job: Job) -> list[Any]:
@@ -141,19 +139,13 @@ def _ended(name: str, code: int, failures: tuple[Failure, ...]) -> LaunchError:
 
 
 def environment(backend: Any, job: Job) -> dict[str, str]:
-    """Ours, without the LaunchInfo of an enclosing launch, with the variables of the backend.
+    """Ours, without those of an enclosing launch, with the variables of the backend.
 
     They carry the launch secret: a new one, or that of several nodes which have a command each.
     """
-    variables = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(ENV_PREFIX) or name in SETTINGS
-    }
+    variables = rank_environment.without_launch(os.environ)
     secret = os.urandom(launch_secret.NBYTES) if job.secret is None else job.secret
     variables[launch_secret.SECRET] = secret.hex()
-    if job.trace:
-        variables[recorder.VARIABLE] = job.trace
     return {**variables, **(backend.environment(job) if hasattr(backend, "environment") else {})}
 
 

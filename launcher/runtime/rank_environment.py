@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 
+from launcher import launch_secret
+from launcher.authentication import launch_token
 from launcher.job import Job
-from launcher.launch_info import ENCRYPT_VARIABLE, ENV_PREFIX, NODE_RANK, PATIENCE, LaunchInfo
-from launcher.system import linux
+from launcher.launch_info import (
+    CHOICE,
+    ENCRYPT_VARIABLE,
+    ENV_PREFIX,
+    NODE_RANK,
+    PATIENCE,
+    LaunchInfo,
+)
+from launcher.system import linux, nesting
 from launcher.system.nesting import TORCH_RUN_ID
+from launcher.trace import recorder
 
 log = logging.getLogger("launcher")
 # By these a backend launcher's ranks learn what their launcher knows.
 TORCH_PORT = ENV_PREFIX + "TORCH_PORT"
 RESTART_COUNT = ENV_PREFIX + "RESTART_COUNT"
+OF_LAUNCH = {
+    *LaunchInfo("none").to_env(),
+    *(TORCH_PORT, RESTART_COUNT, CHOICE, recorder.VARIABLE),
+    *(launch_secret.SECRET_FD, *launch_token.VARIABLES),
+}
 # Without it Accelerate, on a node without accelerators, makes each rank a world of its own.
 ACCELERATE_USE_CPU = "ACCELERATE_USE_CPU"
 
@@ -40,9 +56,23 @@ def set_patience(patience_s: float | None) -> None:
 
 
 def job_variables(job: Job) -> dict[str, str]:
-    """The variables by which a backend launcher's ranks learn of restarts and encryption."""
+    """The variables by which a backend launcher's ranks learn of restarts, traces, encryption."""
     restarts = {RESTART_COUNT: str(job.restart_count)} if job.restart_count else {}
-    return {**restarts, **({ENCRYPT_VARIABLE: "1"} if job.encrypt else {})}
+    traced = {recorder.VARIABLE: job.trace} if job.trace else {}
+    return {**restarts, **traced, **({ENCRYPT_VARIABLE: "1"} if job.encrypt else {})}
+
+
+def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables without those of an enclosing launch, if this is a rank of ours."""
+    is_ours = nesting.has_our_run_id(environ)
+    names = {*OF_LAUNCH, *(torchrun_variables(LaunchInfo("none"), 0, 0) if is_ours else ())}
+    return {name: value for name, value in environ.items() if name not in names}
+
+
+def settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of drumline that its user has set: for the ranks of every host."""
+    variables = without_launch(environ)
+    return {name: text for name, text in variables.items() if name.startswith(ENV_PREFIX)}
 
 
 def set_default_device() -> None:

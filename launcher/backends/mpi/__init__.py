@@ -6,6 +6,7 @@ mpiexec -n 2 python script.py       # launcher.current() works inside script.py
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from launcher.backends.mpi import mpi_rendezvous
 from launcher.backends.torch_rendezvous import environment, rendezvous_info
 from launcher.job import LOOPBACK, Job
 from launcher.launch_info import LaunchInfo, LaunchInfoError
+from launcher.runtime import rank_environment
 
 __all__ = ["NAME", "command", "detect", "environment"]
 
@@ -105,7 +107,8 @@ def _open_mpi_options(job: Job) -> list[str]:
     options = ["--map-by", f"{where}:OVERSUBSCRIBE"]
     if not job.bind:
         options += ["--bind-to", "none"]
-    return options + [word for name in environment(job) for word in ("-x", name)]
+    names = {**environment(job), **rank_environment.settings(os.environ)}
+    return options + [word for name in names for word in ("-x", name)]
 
 
 def _hydra_options(job: Job) -> list[str]:

@@ -21,10 +21,11 @@ from launcher.errors import TIMEOUT_CODE, Failure, LaunchError, LaunchTimeout
 from launcher.job import LOOPBACK, Job
 from launcher.launch_info import NODE_RANK, LaunchInfo
 from launcher.records import json_values
+from launcher.runtime import rank_environment
 
 NO_CLUSTER = "Could not find any running Ray instance"  # ray/_private/services.py
 # Every rank sees every GPU of its node, as under the other launchers.
-ENVIRONMENT = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 def run(job: Job) -> list[Any]:
@@ -166,7 +167,8 @@ def _actor(ray: Any, group: Any, bundle: int) -> Any:
         placement_group=group, placement_group_bundle_index=bundle
     )
     gpus = group.bundle_specs[bundle].get("GPU", 0) / group.bundle_specs[bundle]["CPU"]
-    options = {"num_cpus": 1, "num_gpus": gpus, "runtime_env": ENVIRONMENT}
+    variables = {**ENVIRONMENT, **rank_environment.settings(os.environ)}
+    options = {"num_cpus": 1, "num_gpus": gpus, "runtime_env": {"env_vars": variables}}
     return ray.remote(RankActor).options(scheduling_strategy=placement, **options).remote()
 
 

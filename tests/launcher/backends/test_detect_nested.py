@@ -1,9 +1,14 @@
 """Nested launchers: the innermost one started the rank."""
 
+import itertools
+
 import pytest
 
-from launcher import LaunchInfo, registry
+from launcher import LaunchInfo, ports, registry
 from launcher.backends import mpi, multiprocessing, slurm, torchrun
+from launcher.external import backend_launcher
+from launcher.job import Job, Target
+from launcher.runtime import rank_environment
 from launcher.system import nesting
 
 SRUN = {
@@ -88,3 +93,39 @@ def test_our_rank_inside_a_backend_launcher_is_ours():
     ours = LaunchInfo("inner", 2, 2, 1, 1, "127.0.0.1", 4000, extras).to_env()
     assert multiprocessing.detect({**SRUN, **ours}).launch_id == "inner"
     assert multiprocessing.detect({**SRUN, **ours, **OPEN_MPI}) is None
+
+
+@pytest.fixture
+def outer_rank(monkeypatch):
+    """The variables of a rank of ours, which this process takes on, and of its user."""
+    info = LaunchInfo("outer", 2, 2, 1, 1, "10.0.0.1", 4000)
+    environ = {**info.to_env(), **rank_environment.torchrun_variables(info, 4001, 0)}
+    of_user = {"DRUMLINE_ENCRYPT": "1", "DRUMLINE_VLLM": "1", "DRUMLINE_PATIENCE": "20"}
+    of_launch = {"DRUMLINE_TRACE": "/tmp/outer", "DRUMLINE_SECRET_FD": "7", "DRUMLINE_TOKEN": "x"}
+    for name, value in {**environ, **of_user, **of_launch}.items():
+        monkeypatch.setenv(name, value)
+    return environ, of_user
+
+
+def test_a_launch_inside_a_rank_of_ours_has_the_settings_of_its_user_and_no_place(outer_rank):
+    """Each inner rank was the outer one, and talked in plain text where it should encrypt."""
+    _, of_user = outer_rank
+    environ = backend_launcher.environment(slurm, Job(Target("script", "train.py")))
+    assert rank_environment.settings(environ) == of_user
+    assert not rank_environment.torchrun_variables(LaunchInfo("none"), 0, 0).keys() & environ.keys()
+    assert _innermost({**environ, **INTEL_MPI}) == mpi.NAME
+
+
+def test_a_bare_mpiexec_inside_a_rank_of_ours_does_not_meet_where_that_does(outer_rank):
+    """At the port that was kept for the torch.distributed of the outer ranks."""
+    info = mpi.detect({**outer_rank[0], **INTEL_MPI})
+    assert info.master_port == ports.candidates(info.launch_id)[0]
+
+
+def test_settings_of_the_user_reach_ranks_of_other_hosts_under_open_mpi(outer_rank, monkeypatch):
+    """It exports no other variables, and so some ranks encrypted and others did not."""
+    job = Job(Target("script", "train.py"), trace="/tmp/inner")
+    words = mpi._open_mpi_options(job)
+    exported = {name for option, name in itertools.pairwise(words) if option == "-x"}
+    assert {"DRUMLINE_TRACE", *outer_rank[1]} <= exported
+    assert "DRUMLINE_SECRET_FD" not in exported

@@ -83,7 +83,9 @@ def work(tmp_path_factory):
 @pytest.fixture(scope="module")
 def five(work):
     """What each of five ranks says: its LaunchInfo, the secret, its greeting, and its variables."""
-    return launcher.launch(work.meet, nprocs=5, launcher="ray", launch_id="ray", timeout_s=60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRUMLINE_PATIENCE", "7")
+        return launcher.launch(work.meet, nprocs=5, launcher="ray", launch_id="ray", timeout_s=60)
 
 
 def test_ranks_spread_unevenly_over_nodes_know_each_other(five):
@@ -105,6 +107,11 @@ def test_ranks_have_the_variables_of_torchrun_and_one_free_port(five):
     assert [environ["GROUP_RANK"] for environ in environs] == ["0", "0", "0", "1", "1"]
     (port,) = {environ["MASTER_PORT"] for environ in environs}
     assert port not in {environ["DRUMLINE_MASTER_PORT"] for environ in environs}
+
+
+def test_settings_of_the_user_reach_the_ranks_of_every_node(five):
+    """Only those of the shell in which `ray start` was typed did."""
+    assert {environ.get("DRUMLINE_PATIENCE") for *_, environ in five} == {"7"}
 
 
 def test_ranks_share_a_secret(five):
