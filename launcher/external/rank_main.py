@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import detection, ports
+from launcher.errors import Failure
 from launcher.external import rank_wrapper
 from launcher.job import Job, Target
 from launcher.launch_info import LaunchInfo
@@ -43,12 +44,16 @@ def main(folder: str, kind: str, name: str, *arguments: str) -> int:
 
 
 def complete_record(folder: Path, rank: int, failure: dict[str, Any]) -> None:
-    """Write the file of a rank that was killed; of others, the traceback to their log."""
+    """Write the file of a rank that was killed; of others, the traceback to their log.
+
+    Where it cannot be written, the signal is told here: the launcher will not.
+    """
     file, log = _file(folder, rank), folder / LOGS / f"rank-{rank}.err"
-    if not file.exists():
-        write_record(folder, rank, {"failure": failure})
+    reported = json_values.loads(file.read_bytes()).get("failure") if file.exists() else None
+    if reported is None:  # or it has a result, and died in an exit handler
+        if not write_record(folder, rank, {"failure": failure}) and failure.get("signal"):
+            print(Failure(**failure).summary(), failure["traceback"], sep="\n", file=sys.stderr)
     elif log.exists():
-        reported = json_values.loads(file.read_bytes()).get("failure", failure)
         with _naming_unwritable(log), log.open("a", encoding="utf-8", errors="replace") as end:
             end.write(reported["traceback"])
 

@@ -14,10 +14,11 @@ import os
 import select
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from io import FileIO
+from io import FileIO, TextIOWrapper
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,6 +32,7 @@ from launcher.system import descendants, linux
 from launcher.system.stop_signals import STOP_SIGNALS
 
 CHUNK = select.PIPE_BUF  # a pipe takes this much atomically, and so not within another's line
+PIPE_NBYTES = 1 << 16  # that a pipe holds (pipe(7))
 STREAMS = {"out": 1, "err": 2}
 Pipes = dict[str, tuple[int, int]]
 
@@ -72,6 +74,9 @@ def _setup_child(wrapper: int, pipes: Pipes, crash_fd: int) -> Callable[..., Non
     _, identity_fd = pipes.pop("identity")
     for fd in sum(pipes.values(), ()):
         os.close(fd)
+    if isinstance(sys.stdout, TextIOWrapper):  # a rank that is killed has printed its lines
+        sys.stdout.reconfigure(line_buffering=True)
+    linux.line_buffer_c_stdout()
     faulthandler.enable(file=crash_fd)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
@@ -139,7 +144,7 @@ def _read_early(streams: Iterable[int], identity_fd: int) -> list[tuple[int, byt
     """The data of each stream until the rank knows who it is, or has ended: MPI may print much."""
     open_fds, early = set(streams), []
     while identity_fd not in (ready := select.select([*open_fds, identity_fd], [], [])[0]):
-        early += [(fd, os.read(fd, 1 << 16)) for fd in ready]
+        early += [(fd, os.read(fd, PIPE_NBYTES)) for fd in ready]
         open_fds -= {fd for fd, data in early if not data}
     return early
 
@@ -165,16 +170,15 @@ def _forward(
 
 def _read(streams: dict[int, str], pidfd: int) -> Iterator[tuple[int, bytes]]:
     """The data of each stream as it comes; empty at its end."""
-    open_fds = set(streams)
-    while open_fds:
-        ready = set(select.select([*open_fds, pidfd], [], [])[0])
-        for fd in ready & open_fds:
-            data = os.read(fd, 1 << 16)
+    open_fds, has_ended = set(streams), False
+    while open_fds and not has_ended:
+        has_ended = pidfd in select.select([*open_fds, pidfd], [], [])[0]
+        # Of a rank that has ended one read takes all: its children may print for ever.
+        for fd in select.select([*open_fds], [], [], 0)[0]:
+            data = os.read(fd, PIPE_NBYTES)
             yield fd, data
             open_fds -= set() if data else {fd}
-        if ready == {pidfd}:  # the rank has ended, and all that it printed was read
-            yield from ((fd, b"") for fd in open_fds)
-            return
+    yield from ((fd, b"") for fd in open_fds)
 
 
 def _log(files: dict[str, FileIO], stream: str, data: bytes) -> None:

@@ -62,6 +62,7 @@ def _record_death(command: Sequence[str], pid: int, number: int) -> None:
         "host": socket.gethostname(),
         "exit_code": 128 + number,
         "signal": number,
+        "traceback": "",
     }
     rank_main.complete_record(folder, rank, failure)
 

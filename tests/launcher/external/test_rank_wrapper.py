@@ -1,5 +1,6 @@
 """The process between an external launcher and a rank."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import threading
 from io import FileIO
 from pathlib import Path
 
-from launcher.external import rank_main, rank_wrapper
+from launcher.external import backend_launcher, rank_main, rank_wrapper
 from launcher.runtime import rank_environment
 
 ROOT = Path(__file__).parents[3]
@@ -56,6 +57,39 @@ def test_a_rank_may_print_more_than_a_pipe_takes_before_it_knows_who_it_is():
         [sys.executable, "-c", TALKS], capture_output=True, cwd=ROOT, timeout=20, check=True
     )
     assert done.stdout.splitlines() == [b"[3] " + b"x" * 200_000, b"[3] known"]
+
+
+LEAVES = """
+import os, sys
+from pathlib import Path
+from launcher.external import rank_wrapper
+
+def leave(report_identity):
+    report_identity(rank=3, local_rank=3)
+    print("printed")
+    os._exit(7)
+
+sys.exit(rank_wrapper.run_wrapped(leave, Path("missing")).exit_code)
+"""
+
+
+def test_a_rank_that_ends_at_once_has_printed_its_lines(monkeypatch):
+    """They stayed in its buffer."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    command = [sys.executable, "-c", LEAVES]
+    done = subprocess.run(command, capture_output=True, cwd=ROOT, timeout=20, check=False)
+    assert (done.returncode, done.stdout) == (7, b"[3] printed\n")
+
+
+def test_a_child_that_prints_for_ever_does_not_keep_a_rank_that_has_ended():
+    """The launch did not end."""
+    with open("/dev/zero", "rb") as endless, subprocess.Popen(["true"]) as ended:
+        pidfd = os.pidfd_open(ended.pid)
+        ended.wait()
+        read = itertools.islice(rank_wrapper._read({endless.fileno(): "out"}, pidfd), 9)
+        sizes = [len(data) for _, data in read]
+        os.close(pidfd)
+    assert sizes == [rank_wrapper.PIPE_NBYTES, 0]
 
 
 ENDLESS = """
@@ -112,6 +146,23 @@ def test_a_folder_that_cannot_be_written_is_named_and_the_error_of_the_rank_is_t
     rank_main.complete_record(tmp_path, 0, {})
     line = f"[launcher] {tmp_path} cannot be written: No space left on device\n"
     assert capsys.readouterr().err == f"{line}its own\n{line}"
+
+
+CRASH = {"rank": 1, "signal": 11, "exit_code": 139, "traceback": "File stack.py"}
+
+
+def test_a_rank_that_dies_in_an_exit_handler_has_failed(tmp_path):
+    """Nobody told of it: its record had a result."""
+    rank_main.write_record(tmp_path, 1, {"result": None})
+    rank_main.complete_record(tmp_path, 1, CRASH)
+    assert backend_launcher._records(tmp_path) == {1: {"failure": CRASH}}
+
+
+def test_a_crash_where_the_folder_of_the_launch_is_not_is_told_there(capsys, tmp_path):
+    """As on other hosts, where its stack was lost."""
+    rank_main.complete_record(tmp_path / "elsewhere", 1, CRASH)
+    told = capsys.readouterr().err
+    assert told.startswith("rank 1 (") and told.endswith("was killed by SIGSEGV\nFile stack.py\n")
 
 
 def test_a_log_takes_a_traceback_that_is_not_utf_8_and_is_named_where_it_is_full(capsys, tmp_path):
