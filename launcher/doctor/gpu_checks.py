@@ -31,8 +31,8 @@ def gpu_devices() -> Iterator[Finding]:
     except ImportError:
         yield Finding("gpu", "NVML", False, "its bindings are missing", "pip install nvidia-ml-py")
     except Exception as error:  # NVML has a class for each of its codes
-        remedy = "nvidia-smi (it fails as well; after an update of the driver, reboot)"
-        yield Finding("gpu", "NVML", False, f"{type(error).__name__}: {error}", remedy)
+        cause = error.__cause__ or error
+        yield Finding("gpu", "NVML", False, f"{type(cause).__name__}: {cause}", gpus.REMEDY)
 
 
 def _devices_and_pairs(nvml: Any) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 DRIVER = Path("/dev/nvidiactl")
+REMEDY = "nvidia-smi (it fails as well; after an update of the driver, reboot)"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -31,7 +32,7 @@ def visible(environ: Mapping[str, str] = os.environ) -> list[GpuDevice]:
     indices, UUIDs or their unambiguous prefixes, and nothing after the first that matches nothing.
     Indices count in the order of the PCI bus, which is CUDA's if all GPUs of the node are equal.
     """
-    if not DRIVER.exists():
+    if not DRIVER.exists() or environ.get(VISIBLE, "0").strip() in ("", "-1"):
         return []
     gpus = all_gpus()
     return gpus if VISIBLE not in environ else list(_selected(environ[VISIBLE], gpus))
@@ -75,14 +76,23 @@ def used_nbytes() -> dict[int, int]:
 
 @contextmanager
 def nvml_session() -> Iterator[Any]:
-    """NVML as a module, initialised for the body. Raises ImportError without its bindings."""
+    """NVML as a module, initialised for the body.
+
+    Raises ImportError without its bindings, and OSError where it does not work.
+    """
     import pynvml
 
-    pynvml.nvmlInit()
     try:
-        yield pynvml
-    finally:
-        pynvml.nvmlShutdown()
+        pynvml.nvmlInit()
+        try:
+            yield pynvml
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        raise OSError(
+            f"the GPUs of this machine cannot be listed, as NVML says {error}. Try {REMEDY}, or "
+            f"set {VISIBLE} to nothing, for ranks without one."
+        ) from error
 
 
 def _devices(nvml: Any, handle: Any) -> Iterator[GpuDevice]:

@@ -27,6 +27,7 @@ def driver(*devices, with_mig=()):
 
     return types.SimpleNamespace(
         NVML_DEVICE_MIG_ENABLE=1,
+        NVMLError=FakeNvmlError,
         NVMLError_NotSupported=FakeNvmlError,
         NVMLError_NotFound=FakeNvmlError,
         nvmlInit=lambda: None,
@@ -90,3 +91,17 @@ def test_a_machine_without_a_gpu_driver(monkeypatch, tmp_path):
     monkeypatch.setattr(gpus, "DRIVER", tmp_path / "none")
     assert gpus.visible() == [] and gpus.for_ranks(2, share=True) == {}
     assert not gpus.is_restricted()
+
+
+def test_a_driver_that_does_not_answer_is_an_error_and_none_where_no_gpu_is_wanted(
+    three_gpus, monkeypatch
+):
+    """Every launch ended with a traceback, also with CUDA_VISIBLE_DEVICES set to nothing."""
+
+    def mismatched():
+        raise FakeNvmlError("Driver/library version mismatch")
+
+    monkeypatch.setattr(sys.modules["pynvml"], "nvmlInit", mismatched)
+    assert gpus.visible({"CUDA_VISIBLE_DEVICES": ""}) == []
+    with pytest.raises(OSError, match=r"version mismatch.*nvidia-smi"):
+        gpus.visible({})
