@@ -131,12 +131,12 @@ def run_checked(
     job: Job, backend: Any, trace_file: str | os.PathLike[str] | None, **options: Any
 ) -> list[Any]:
     """Run the job with this launcher, which supports its options; see run_job."""
+    target.check(job.target)
     if trace_file is not None:
         from launcher.trace import merge_traces  # not needed by most launches
 
         with merge_traces.recordings_merged_into(Path(trace_file), job.nnodes) as folder:
             return run_checked(replace(job, trace=str(folder)), backend, None, **options)
-    target.check(job.target)
     if hasattr(backend, "run"):
         return backend.run(job, **options)  # type: ignore[no-any-return]
     if hasattr(backend, "command"):

@@ -33,17 +33,18 @@ def run(job: Job) -> list[Any]:
 
     Raises LaunchError as soon as one rank fails or its process is gone, after ending the others.
     """
+    deadline = time.monotonic() + (job.timeout_s or timings.TIMINGS.longest_timeout_s)
     job = replace(job, target=target.by_reference(job.target))
     ray = _import_ray()
     with (
         DeferredSignals() as signals,
         _connected(ray, job, signals),
-        _placed(ray, job, signals) as group,
+        _placed(ray, job, signals, deadline) as group,
         _actors(ray, job, group) as actors,
     ):
-        infos, torch_port = _rendezvous(ray, job, actors, signals)
+        infos, torch_port = _rendezvous(ray, job, actors, signals, deadline)
         calls = _call(job, actors, infos, torch_port)
-        results, failures = _gather(ray, calls, job.timeout_s, signals)
+        results, failures = _gather(ray, calls, deadline, signals)
     if failures:
         raise errors.failed(failures, note=failures[0].message * (not failures[0].traceback))
     if len(results) < _world_size(job):
@@ -98,14 +99,14 @@ def _connect(ray: Any, job: Job) -> None:
 
 
 @contextlib.contextmanager
-def _placed(ray: Any, job: Job, signals: DeferredSignals) -> Iterator[Any]:
+def _placed(ray: Any, job: Job, signals: DeferredSignals, deadline: float) -> Iterator[Any]:
     """A placement group with a CPU for every rank."""
     bundles, strategy = _bundles(job, gpus=ray.cluster_resources().get("GPU", 0))
     _check_cpus(ray, job)
     group = ray.util.placement_group(bundles, strategy=strategy)
     try:
-        timeout_s = min(filter(None, (timings.TIMINGS.ray_placement_s, job.timeout_s)))
-        if not signals.wait(ray, [group.ready()], timeout_s):
+        deadline = min(deadline, time.monotonic() + timings.TIMINGS.ray_placement_s)
+        if not signals.wait(ray, [group.ready()], deadline):
             raise LaunchTimeout(
                 f"the Ray cluster cannot place {bundles} ({strategy}): it has "
                 f"{ray.cluster_resources()}, and {ray.available_resources()} of that is free. "
@@ -173,18 +174,21 @@ def _actor(ray: Any, group: Any, bundle: int) -> Any:
 
 
 def _rendezvous(
-    ray: Any, job: Job, actors: Sequence[PlacedActor], signals: DeferredSignals
+    ray: Any, job: Job, actors: Sequence[PlacedActor], signals: DeferredSignals, deadline: float
 ) -> tuple[list[LaunchInfo], int]:
     """The LaunchInfo of each rank, and the port of torch.distributed, once rank 0 listens."""
     nodes = [placed.node for placed in actors]
-    addr = job.master_addr
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    addr, first = job.master_addr, addresses[nodes[0]]
     if len(set(nodes)) > 1 and addr == LOOPBACK:
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        addr = addresses[nodes[0]]
+        addr = first
     listening = actors[0].actor.listen.remote(job.launch_id, addr, job.master_port)
-    if not signals.wait(ray, [listening], job.timeout_s or timings.TIMINGS.longest_timeout_s):
+    if not signals.wait(ray, [listening], deadline):
         raise errors.timed_out(job.timeout_s)
-    master_port, torch_port = ray.get(listening)
+    try:
+        master_port, torch_port = ray.get(listening)
+    except ray.exceptions.RayError as error:  # as where drumline is not installed
+        raise LaunchError(f"rank 0 cannot be started on Ray's node {first}: {error}") from error
     return infos_for_nodes(job.launch_id, nodes, addr, master_port), torch_port
 
 
@@ -223,15 +227,14 @@ def _call(
 
 
 def _gather(
-    ray: Any, pending: dict[Any, LaunchInfo], timeout_s: float | None, signals: DeferredSignals
+    ray: Any, pending: dict[Any, LaunchInfo], deadline: float, signals: DeferredSignals
 ) -> tuple[dict[int, Any], list[Failure]]:
     """The results by rank, and the failures: first lost processes, which caused the others."""
     began = time.monotonic()
-    deadline = began + (timings.TIMINGS.longest_timeout_s if timeout_s is None else timeout_s)
     results: dict[int, Any] = {}
     failures: list[Failure] = []
-    while pending and (left := deadline - time.monotonic()) > 0:
-        for call in signals.wait(ray, list(pending), left):
+    while pending and time.monotonic() < deadline:
+        for call in signals.wait(ray, list(pending), deadline):
             info = pending.pop(call)
             record = _record(ray, call, info)
             if "failure" not in record:
@@ -240,7 +243,7 @@ def _gather(
             now = time.monotonic()
             failures.append(Failure(**{**record["failure"], "time_s": now - began}))
             deadline = min(deadline, now + timings.TIMINGS.ray_lag_s)
-    return results, sorted(failures, key=lambda failure: bool(failure.traceback))
+    return results, sorted(errors.by_cause(failures), key=lambda failure: bool(failure.traceback))
 
 
 def _record(ray: Any, call: Any, info: LaunchInfo) -> dict[str, Any]:

@@ -18,14 +18,15 @@ class DeferredSignals:
         self._received: list[int] = []
 
     def __enter__(self) -> DeferredSignals:
-        self._old = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        self._old = {n: old for n, old in handlers.items() if old != signal.SIG_IGN}  # as by nohup
         self.install()
         return self
 
     def install(self) -> None:
         """Set the handlers, anew after Ray has replaced them."""
         if threading.current_thread() is threading.main_thread():
-            for number in STOP_SIGNALS:
+            for number in self._old:
                 signal.signal(number, lambda n, _frame: self._received.append(n))
 
     def __exit__(self, *_error: object) -> None:
@@ -33,9 +34,8 @@ class DeferredSignals:
             for number, handler in self._old.items():
                 signal.signal(number, handler)
 
-    def wait(self, ray: Any, calls: list[Any], timeout_s: float) -> list[Any]:
-        """The finished ones of calls, as soon as there is one; empty after timeout_s."""
-        deadline = time.monotonic() + timeout_s
+    def wait(self, ray: Any, calls: list[Any], deadline: float) -> list[Any]:
+        """The finished ones of calls, as soon as there is one; empty at the deadline."""
         done: list[Any] = []
         while not done and (left := deadline - time.monotonic()) > 0:
             if self._received:

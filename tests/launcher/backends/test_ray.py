@@ -5,6 +5,8 @@ import re
 import signal
 import subprocess
 import sys
+import time
+import types
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,11 @@ import pytest
 import launcher
 from launcher import target
 from launcher.backends.ray import ray_cluster
+from launcher.backends.ray.ray_signals import DeferredSignals
 from launcher.errors import LaunchError, LaunchInterrupted, LaunchTimeout
 from launcher.job import Job
 from launcher.launch_info import LaunchInfo
+from launcher.records import json_values
 
 ROOT = Path(__file__).parents[3]
 WORK = """
@@ -207,3 +211,56 @@ def test_without_a_cluster_a_new_one_is_started():
     ray = Elsewhere("Could not find any running Ray instance. Please specify ...")
     ray_cluster._connect(ray, Job(print, 2))
     assert len(ray.started) == 1
+
+
+class Actors:
+    """In place of ray, whose calls have all ended: it names them in this order."""
+
+    exceptions = types.SimpleNamespace(RayError=RuntimeError)
+
+    def __init__(self, *calls):
+        self.calls = calls
+
+    def wait(self, calls, timeout):
+        return list(self.calls), []
+
+    def get(self, call):
+        if isinstance(call, Exception):
+            raise call
+        return json_values.dumps({"failure": dict(call)})
+
+    def nodes(self):
+        return [{"NodeID": "first", "NodeManagerAddress": "10.0.0.7"}]
+
+
+def test_a_rank_that_reports_the_failure_of_another_is_not_the_cause():
+    """Ray names results that have come at once in any order, and the first was told."""
+    common = {"type": "PeerLost", "traceback": "..."}
+    consequence = (*{"rank": 0, "blames": (1,), **common}.items(),)
+    cause = (*{"rank": 1, **common, "type": "KeyError"}.items(),)
+    infos = [LaunchInfo("x", 3, 3, rank, rank, "x", 1) for rank in range(3)]
+    calls = dict(zip((consequence, cause, RuntimeError("gone")), infos, strict=True))
+    deadline = time.monotonic() + 10
+    _, failures = ray_cluster._gather(Actors(*calls), calls, deadline, DeferredSignals())
+    assert [failure.rank for failure in failures] == [2, 1, 0]
+
+
+def test_an_actor_that_cannot_start_is_an_error_that_names_its_node():
+    """As on a node without drumline: a traceback of Ray's."""
+    gone = RuntimeError("No module named 'launcher'")
+    listen = types.SimpleNamespace(remote=lambda *_: gone)
+    actor = ray_cluster.PlacedActor(types.SimpleNamespace(listen=listen), "first")
+    job, deadline = Job(target.of(print), 1), time.monotonic() + 10
+    with pytest.raises(LaunchError, match=r"10.0.0.7: No module named"):
+        ray_cluster._rendezvous(Actors(gone), job, [actor], DeferredSignals(), deadline)
+
+
+def test_a_signal_that_is_ignored_stays_so(monkeypatch):
+    """A launch under nohup ended with its terminal."""
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with DeferredSignals():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, old)

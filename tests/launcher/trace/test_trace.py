@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+import launcher
 from launcher import LaunchInfo, cli
 from launcher.trace import merge_traces, summary
 from launcher.trace import recorder as tracing
@@ -171,6 +172,15 @@ def test_a_full_disk_ends_the_recording_and_no_call(tmp_path):
         assert {*results} == {"result"} and len(warned) == 1
         assert len(recorder._buffered) <= tracing.FLUSH_EVENTS
         recorder.close()
+
+
+def test_a_mistyped_script_leaves_the_trace_of_the_launch_before(tmp_path):
+    """It was overwritten before the script was looked for."""
+    old = tmp_path / "out.json"
+    old.write_text("old")
+    with pytest.raises(ValueError, match=r"typo\.py"):
+        launcher.launch(tmp_path / "typo.py", trace=old)
+    assert old.read_text() == "old"
 
 
 def test_recordings_of_several_nodes_are_in_the_folder_of_the_trace(tmp_path):
