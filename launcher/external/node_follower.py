@@ -148,9 +148,10 @@ class NodeFollower:
 
     def _try_to_join(self, deadline: float) -> str:
         """Wait at the first node until all have come; why that was not possible, or ""."""
-        self._attempt = None
+        self._attempt, is_joined = None, self._is_joined
+        self._is_joined = False  # if the following fails
         try:
-            if self._channel is not None and self._is_joined:
+            if self._channel is not None and is_joined:
                 self._channel.send(free=True)
             else:
                 self.close()
@@ -158,7 +159,6 @@ class NodeFollower:
                 job = self.job
                 node = NodeDescription.of(job.node_rank, job.nnodes, job.nprocs, job.command)
                 _introduced(self._channel, node, self._place)
-            self._is_joined = False  # if the following fails
             while self._attempt is None and self._end is None:
                 message = self._channel.next(timings.borne_s(2 * timings.TIMINGS.node_status_s))
                 if message is None:

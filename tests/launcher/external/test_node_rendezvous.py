@@ -519,6 +519,14 @@ def test_messages_that_come_at_once_are_obeyed_at_once():
         assert follower.is_over(1)
 
 
+def test_a_node_whose_connection_is_lost_between_two_attempts_joins_anew():
+    """It wrote to the old one until the time was over, and never connected."""
+    with followed({"problem": ""}, GO) as follower:
+        follower.join()
+        follower._channel.socket.shutdown(socket.SHUT_RDWR)
+        assert follower.join(5).launch_id == "a"
+
+
 @pytest.mark.parametrize("patience_s", [0, 60])
 def test_silence_between_nodes_is_borne_for_the_patience(monkeypatch, patience_s):
     """After 15 s of a suspended host, and 10 s of a first one, a server ended, whatever was set."""
