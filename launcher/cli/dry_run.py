@@ -28,7 +28,7 @@ def lines(job: Job, name: str) -> Iterator[str]:
         yield " ".join([*settings, shlex.join(backend.command(shown_job))])
     else:
         kind = "threads" if name == "threads" else "processes"
-        preload = f"; {_preload_text(job)}" if kind == "processes" else ""
+        preload = f"; {_preload_text(job)}" if name == "multiprocessing" else ""
         yield f"{job.nprocs} {kind} of {shlex.join(job.rank_command())}{preload}"
     yield from map(json.dumps, _ranks(job, backend))
 

@@ -105,7 +105,9 @@ def leftovers() -> Iterator[Finding]:
     temporary = Path(tempfile.gettempdir())
     stale = [path for pattern in FOLDERS for path in temporary.glob(pattern) if _is_stale(path)]
     remedy = f"rm -r {shlex.join(map(str, stale))}" if stale else ""
-    yield Finding("leftovers", "folders", not stale, f"{len(stale)} of dead launches", remedy)
+    detail = f"{len(stale)} of dead launches"
+    detail += f" (or of another container, if one shares {temporary})" * bool(stale)
+    yield Finding("leftovers", "folders", not stale, detail, remedy)
     orphans = [
         pid
         for pid, stat in linux.processes().items()

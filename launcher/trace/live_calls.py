@@ -86,7 +86,8 @@ class _Followed:
         self._before: dict[str, Any] = {}  # attributes of the target
 
     def watch(self, recorder: Recorder) -> None:
-        if (target := self.target()) is not None:
+        target = self.target()
+        if target is not None and not self._before:  # offered as somebody begins to look
             self._before = {name: vars(target).get(name) for name in self._names}
             recorder.follow(target, self._names, self._kind, **self._extra_args)
 

@@ -126,18 +126,17 @@ def _is_open_mpi(mpiexec: str) -> bool:
             "no mpiexec on PATH, so no ranks can be started under MPI. Load the module of an MPI, "
             "or `pip install mpich`."
         )
-    version = subprocess.run(
-        [mpiexec, "--version"],
-        capture_output=True,
-        text=True,
-        timeout=timings.TIMINGS.version_answer_s,
-    )
-    if "Open MPI" in version.stdout:
+    ask, timeout_s = [mpiexec, "--version"], timings.TIMINGS.version_answer_s
+    try:
+        says = subprocess.run(ask, capture_output=True, text=True, timeout=timeout_s).stdout
+    except subprocess.TimeoutExpired as error:
+        raise LaunchInfoError(f"{error}: is its file system there?") from error
+    if "Open MPI" in says:
         return True
-    if "HYDRA" in version.stdout or "Intel(R) MPI" in version.stdout:
+    if "HYDRA" in says or "Intel(R) MPI" in says:
         return False
     raise LaunchInfoError(
         f"{mpiexec} is neither Open MPI's nor MPICH's nor Intel MPI's, so its options are unknown "
-        f"(it prints {version.stdout[:80]!r}). Put one of theirs first on PATH, or start the ranks "
+        f"(it prints {says[:80]!r}). Put one of theirs first on PATH, or start the ranks "
         "with this one yourself: `launcher.current()` may detect them."
     )

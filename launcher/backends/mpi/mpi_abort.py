@@ -40,8 +40,8 @@ def main(command: Sequence[str]) -> int:
         _record_death(command, rank.pid, -status)
     if code:
         # What MPI_Abort sends (PMI 1 wire protocol): mpiexec ends every rank, and exits with code.
-        # After MPI_Finalize nobody reads it.
-        with contextlib.suppress(OSError):
+        # After MPI_Finalize nobody reads it, and an mpiexec that listens at a port has no PMI_FD.
+        with contextlib.suppress(OSError, KeyError):
             os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
     return code
 

@@ -1,5 +1,6 @@
 """Real ranks of real MPIs on this machine; none imports torch."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher import timings
 from launcher.backends import mpi
 from launcher.job import Job, Target
 
@@ -161,6 +163,24 @@ def test_mpiexec_of_no_known_mpi_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match=r"neither Open MPI's nor MPICH's.*Acme 1.0"):
         mpi.command(Job(Target("script", "train.py")))
+
+
+def test_mpiexec_that_does_not_answer_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "mpiexec").write_text("#!/bin/sh\nexec sleep 77\n")
+    (tmp_path / "mpiexec").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    quick = dataclasses.replace(timings.TIMINGS, version_answer_s=0.1)
+    monkeypatch.setattr(timings, "TIMINGS", quick)
+    with pytest.raises(ValueError, match=r"--version.* timed out"):
+        mpi.command(Job(Target("script", "train.py")))
+
+
+def test_a_rank_that_fails_under_an_mpiexec_at_a_port_exits_with_its_code(monkeypatch):
+    """KeyError: it has no descriptor to ask for an abort."""
+    monkeypatch.delenv("PMI_FD", raising=False)
+    abort = [sys.executable, "-m", "launcher.backends.mpi.mpi_abort"]
+    done = subprocess.run([*abort, "sh", "-c", "exit 5"], capture_output=True, cwd=ROOT, timeout=20)
+    assert (done.returncode, done.stderr) == (5, b"")
 
 
 def test_missing_mpiexec_is_an_error_that_says_how_to_get_one(tmp_path, monkeypatch):

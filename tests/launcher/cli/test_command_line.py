@@ -210,6 +210,14 @@ def test_dry_run_prints_the_launch_info_of_every_rank(command, capsys):
     assert not (command.folder / "ran").exists()
 
 
+def test_dry_run_names_what_is_imported_before_ranks_that_are_forked_and_no_others(command, capsys):
+    """Those of Ray are not, and it was said of them."""
+    script = command.script("import torch")
+    for name, is_forked in {"multiprocessing": True, "ray": False}.items():
+        assert cli.main(["run", "-n", "2", "--launcher", name, "--dry-run", script]) == 0
+        assert ("before they are forked" in capsys.readouterr().out) == is_forked
+
+
 @pytest.mark.parametrize("name", ["multiprocessing", "threads", "torchrun"])
 def test_encrypt_reaches_every_rank(command, name):
     """And the launch secret is in nobody's command line, which all users can read."""

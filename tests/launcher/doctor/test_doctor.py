@@ -129,6 +129,7 @@ def test_folders_of_dead_launches_are_listed_and_of_running_ones_not(tmp_path, m
     (tmp_path / f"drumline-trace-{os.getpid()}-y").mkdir()
     folders = next(machine_checks.leftovers())
     assert folders.ok is False and folders.remedy == f"rm -r {dead}"
+    assert f"another container, if one shares {tmp_path}" in folders.detail  # a live one, there
 
 
 def test_a_missing_package_names_pip_install(monkeypatch):

@@ -10,7 +10,7 @@ import time
 import pytest
 
 import launcher
-from launcher import LaunchInfo, cli
+from launcher import LaunchInfo, LiveCalls, cli
 from launcher.trace import merge_traces, summary
 from launcher.trace import recorder as tracing
 from tests.programs.chromium import Chromium
@@ -172,6 +172,21 @@ def test_a_full_disk_ends_the_recording_and_no_call(tmp_path):
         assert {*results} == {"result"} and len(warned) == 1
         assert len(recorder._buffered) <= tracing.FLUSH_EVENTS
         recorder.close()
+
+
+def test_what_is_watched_twice_gets_its_own_methods_back(tmp_path):
+    """A target that was offered as a viewer began to look kept the methods of the recorder."""
+
+    class Target:
+        def step(self):
+            return 1
+
+    target, calls = Target(), LiveCalls()
+    calls.follow(target, ["step"], "work")
+    calls.watch(_info(0, tmp_path))
+    calls._observed[0].watch(calls._counter)
+    calls.unwatch()
+    assert vars(target) == {} and target.step() == 1
 
 
 def test_a_mistyped_script_leaves_the_trace_of_the_launch_before(tmp_path):
