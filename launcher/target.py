@@ -98,12 +98,8 @@ def check(target: Target) -> None:
 
 def import_from_working_directory() -> None:
     """Look for modules there first, as `python -m` does, and a console script does not."""
-    if not _is_safe_path():
+    if not sys.flags.safe_path:  # python -P
         sys.path.insert(0, _working_directory())
-
-
-def _is_safe_path() -> bool:
-    return getattr(sys.flags, "safe_path", False)  # python -P, from Python 3.11 on
 
 
 def _check_script(path: Path) -> None:
@@ -191,7 +187,7 @@ def _script(name: str) -> tuple[ModuleType, CodeType]:
 
 def import_path(target: Target) -> list[str]:
     """A rank's sys.path: a script's folder in the place of the folder of `python -m launcher`."""
-    if target.kind != "script" or _is_safe_path():
+    if target.kind != "script" or sys.flags.safe_path:
         return list(sys.path)
     folder = os.path.dirname(os.path.realpath(main_file(target.name)))
     return [folder, *sys.path[sys.path[:1] == [_working_directory()] :]]

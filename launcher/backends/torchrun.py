@@ -12,8 +12,10 @@ from launcher import ports
 from launcher.backends.env_table import PLAIN, build_plain, chosen_by, read_variables
 from launcher.job import Job
 from launcher.launch_info import LaunchInfo
-from launcher.runtime import rank_environment
+from launcher.runtime.rank_environment import job_variables as environment
 from launcher.system import nesting
+
+__all__ = ["NAME", "command", "detect", "environment", "expected_info"]
 
 NAME = "torchrun"
 SUPPORTS = frozenset({"encrypt", "log_dir", "nnodes", "trace"})
@@ -68,11 +70,6 @@ def command(job: Job) -> list[str]:
         options += ["--log-dir", f"{job.results_dir}/torchrun"]
         start = ["launcher.external.torchrun_main", job.results_dir]
     return [sys.executable, "-m", *start, *options, *job.python_arguments()]
-
-
-def environment(job: Job) -> dict[str, str]:
-    """The number of restarts by us: torchrun's own count begins again in each of its launches."""
-    return rank_environment.job_variables(job)
 
 
 def _rendezvous(job: Job) -> list[str]:
