@@ -25,11 +25,11 @@ log = logging.getLogger("launcher")
 # By these a backend launcher's ranks learn what their launcher knows.
 TORCH_PORT = ENV_PREFIX + "TORCH_PORT"
 RESTART_COUNT = ENV_PREFIX + "RESTART_COUNT"
-OF_LAUNCH = {
+OF_LAUNCH = (
     *LaunchInfo("none").to_env(),
     *(TORCH_PORT, RESTART_COUNT, CHOICE, recorder.VARIABLE),
     *(launch_secret.SECRET_FD, *launch_token.VARIABLES),
-}
+)
 # Without it Accelerate, on a node without accelerators, makes each rank a world of its own.
 ACCELERATE_USE_CPU = "ACCELERATE_USE_CPU"
 
