@@ -75,7 +75,7 @@ class RankFailure:
     """A rank of a group that failed, as one other rank noticed it.
 
     rank: in the numbering of that group; peer.rank is its number in the launch.
-    since_s: how long it had been so when it was noticed.
+    since_s: how long it had been so when it was noticed, or until now if it may recover.
     call: the call it was last seen in. exit_status: its exit code, or minus the signal; None where
     nobody can tell. text: one line with host, pid, call and state.
     """

@@ -28,9 +28,9 @@ class ModelTimings(ScalableTimings):
     master's error. Must exceed the time in which Python ends."""
     remote_master_end_s: float = 1.0
     """The same for a master on another host, whose end cannot be seen."""
-    regroup_s: float = 60.0
-    """When a rank was lost, the master waits so long for the others before it goes on without them.
-    Must exceed the longest pass, from which they come."""
+    regroup_s: float = 75.0
+    """When a rank was lost, the master waits 0.8 of this for the others, then goes on without them.
+    That must exceed the longest pass, from which they come."""
     meet_s: float = 10.0
     """For those that go on to connect to each other, before they look who is left again."""
     master_poll_s: float = 0.02

@@ -138,9 +138,9 @@ class FailureQueries(GroupMember):
 
     def _causes(self, error: BaseException | None) -> Sequence[RankFailure]:
         """The failed ranks of the group that the error, or the one before it, names."""
-        seen: list[BaseException] = []  # a program may raise an error from itself
-        while error is not None and error not in seen:
-            seen.append(error)
+        seen: set[int] = set()  # a program may raise an error from itself
+        while error is not None and id(error) not in seen:
+            seen.add(id(error))
             failures = error.failures if isinstance(error, PeerLost) else ()
             causes = [failure for failure in failures if failure.peer in self.peers]
             if causes:

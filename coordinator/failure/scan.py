@@ -78,7 +78,8 @@ class FailureScan:
         before, now = self._failures.get(failure.rank), time.monotonic()
         if before is None or before.reason.may_recover:
             failed_at = self._failed_at.setdefault(failure.rank, now - failure.since_s)
-            self._failures[failure.rank] = replace(failure, since_s=now - failed_at)
+            since_s = now - failed_at if failure.reason.may_recover else failure.since_s
+            self._failures[failure.rank] = replace(failure, since_s=since_s)
 
     def _peers(self) -> Iterable[tuple[int, Peer]]:
         """The other ranks that have not failed for good, by place."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 from coordinator.call_site import PendingCall, traceback_of
 from coordinator.control.framing import pack, unpack
-from coordinator.errors import CoordinatorError, CoordinatorTimeout
+from coordinator.errors import CoordinatorError, CoordinatorTimeout, PeerLost
 from coordinator.failure.detector import FailureDetector
 from coordinator.store.prefix_store import PrefixStore
 from coordinator.timings import DEFAULT
@@ -54,7 +54,13 @@ class Sequencer:
                     f"rank {self._rank}: the work of once() returned {type(result).__name__}, not "
                     "bytes"
                 )
+        try:
             self._put(result, pending)
+        except (CoordinatorTimeout, PeerLost):  # it may be there nevertheless
+            raise
+        except CoordinatorError as error:
+            self._put_failure(error, pending)
+            raise
         return result
 
     @contextmanager

@@ -47,6 +47,7 @@ class PeerConnector:
             try:
                 meeting = call.restarted(MEETING_SHARE * call.left_s)
                 problem = self._connect(addresses, listener, meeting)
+                listener.close()
                 problems = [data.decode() for data in exchange(problem.encode()) if data]
                 if problems:
                     me = self.peers[self.rank].rank
