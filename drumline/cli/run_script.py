@@ -6,6 +6,7 @@ drumline auto -n 2 script.py
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import runpy
 import sys
@@ -38,15 +39,21 @@ def models_over_all_ranks() -> Iterator[None]:
 
     It patches transformers for the whole process, which is to run this script alone.
     """
-    loaded: list[Any] = []
+    served: list[Any] = []  # by other ranks, which end with the script's code
 
-    def load_model(cls: Any, plain: Any, path: Any, *args: Any, **options: Any) -> Any:
+    def load_model(
+        cls: Any, plain: Any, pretrained_model_name_or_path: Any, *args: Any, **options: Any
+    ) -> Any:
+        path = pretrained_model_name_or_path
         if options.get("device_map") not in KINDS:
             return plain(cls, path, *args, **options)
-        _check_single(loaded, path)
-        loaded.append(load_over_all_ranks(cls, path, options))
-        loaded[0].hf_device_map = devices_by_module(loaded[0].device_map)
-        return loaded[0]
+        _check_single(served, path)
+        names = [*inspect.signature(cls).parameters][1:]  # of its constructor, after the config
+        model = load_over_all_ranks(cls, path, {**options, **dict(zip(names, args, strict=False))})
+        model.hf_device_map = devices_by_module(model.device_map)
+        if model.traffic is not None:
+            served.append(model)
+        return model
 
     code = 0
     try:
@@ -56,12 +63,12 @@ def models_over_all_ranks() -> Iterator[None]:
         code = exit_code(error)
         raise
     finally:
-        for model in loaded:
+        for model in served:
             model.close(code)
 
 
-def _check_single(loaded: list[Any], path: Any) -> None:
-    if loaded and loaded[0].traffic is not None:
+def _check_single(served: list[Any], path: Any) -> None:
+    if served:
         raise DrumlineError(
             f"rank 0: the script loads {str(path)!r} with a device_map, but the other ranks serve "
             "its first model until the script ends; load the second model without a device_map, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import http.client
 import importlib
 import io
@@ -16,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +25,7 @@ import pytest
 import torch
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -33,7 +36,7 @@ import drumline
 import launcher
 from drumline.cli import DELEGATED, cache, command_options, main, parser
 from drumline.cli.plan_pictures import write_html
-from drumline.cli.run_script import load_over_all_ranks
+from drumline.cli.run_script import load_over_all_ranks, models_over_all_ranks
 from drumline.core.device_map import DeviceMap
 from drumline.strategies.with_model import num_positions
 from tests.drumline.conftest import LLAMA
@@ -475,6 +478,39 @@ def test_an_unmodified_script_runs_over_the_ranks_and_ends_them_with_its_code(
     assert "devices ['cpu', 'rank 1 cpu'] model.embed_tokens" in out
     assert "other ranks serve its first model" in out
     assert master.returncode == 7 and server.wait(timeout=60) == 7 and not server.stdout.read()
+
+
+def test_a_script_of_one_rank_gets_each_model_that_it_loads_and_may_drop_it(checkpoints):
+    """The second was the first, and none was ever freed."""
+    paths = [make()[1] for make in (checkpoints.llama, checkpoints.gpt2)]
+    with models_over_all_ranks():
+        models = [
+            AutoModelForCausalLM.from_pretrained(
+                pretrained_model_name_or_path=path, device_map="auto"
+            )
+            for path in paths
+        ]
+        named = LlamaForCausalLM.from_pretrained(
+            pretrained_model_name_or_path=paths[0], device_map="auto"
+        )
+        assert [model.config.model_type for model in (*models, named)] == ["llama", "gpt2", "llama"]
+        reference = weakref.ref(models.pop())
+        gc.collect()
+        assert reference() is None
+
+
+class WithSettings(LlamaForCausalLM):
+    def __init__(self, config, first=0, second=0):
+        super().__init__(config)
+        self.settings = first, second
+
+
+def test_what_a_script_gives_the_constructor_by_position_arrives_there(checkpoints):
+    """It was dropped where there was a device_map."""
+    with models_over_all_ranks():
+        path = checkpoints.llama()[1]
+        model = WithSettings.from_pretrained(path, 3, second=4, device_map="auto")
+    assert model.settings == (3, 4)
 
 
 @pytest.mark.parametrize("options", [[], ["--continuous-batching"]])
