@@ -79,11 +79,15 @@ def _stream(model: Any, streamer: Any, inputs: Any, max_new_tokens: int, seed: i
     if seed is not None:
         torch.manual_seed(seed)
     streamer.start = time.monotonic()
-    tokens = model.generate(
-        **inputs, max_new_tokens=max_new_tokens, do_sample=seed is not None, streamer=streamer
+    model.generate(
+        **inputs,
+        max_new_tokens=max_new_tokens,
+        do_sample=seed is not None,
+        num_beams=1,  # whatever the checkpoint says: no text of several could be streamed
+        num_return_sequences=1,
+        streamer=streamer,
     )
-    num_prompt = inputs["input_ids"].shape[1]
-    return streamer.summary(num_prompt, tokens.shape[1] - num_prompt, model.traffic)
+    return streamer.summary(inputs["input_ids"].shape[1], model.traffic)
 
 
 class TimedStreamer:
@@ -92,21 +96,21 @@ class TimedStreamer:
     def __init__(self, tokenizer: Any) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
         self.start = time.monotonic()
-        self.times: list[float] = []  # of the prompt, then of each token
+        self.times: list[float] = []  # of the prompt, or where a decoder begins, then of each token
 
     def put(self, value: torch.Tensor) -> None:
-        self.times.append(time.monotonic())
+        self.times.extend([time.monotonic()] * (value.numel() if self.times else 1))
         text = "".join(map(self._detokenizer.add, value.flatten().tolist()))
         print(text, end="", flush=True)
 
     def end(self) -> None:
         print(self._detokenizer.flush(), flush=True)
 
-    def summary(self, num_prompt: int, num_new: int, traffic: tuple[int, int] | None) -> str:
+    def summary(self, num_prompt: int, traffic: tuple[int, int] | None) -> str:
         """The speed as text. traffic: as of the model."""
-        total_s = time.monotonic() - self.start
+        num_new, total_s = len(self.times) - 1, time.monotonic() - self.start
         line = f"{num_new} tokens in {total_s:.2f} s, {num_new / total_s:.1f} tokens/s"
-        if len(self.times) > 2:
+        if num_new > 1 and self.times[1] < self.times[-1]:
             prompt_s = self.times[1] - self.start
             line += f"; prompt of {num_prompt} and first token in {1e3 * prompt_s:.0f} ms, then "
             line += f"{(len(self.times) - 2) / (self.times[-1] - self.times[1]):.1f} tokens/s"

@@ -26,6 +26,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -323,6 +324,24 @@ def test_generate_streams_text_and_ends_with_a_summary(warm, with_tokenizer):
     assert "5 6 7" in done.stdout and "tokens/s" in done.stdout and "per hop" in done.stdout
     assert re.search(r"loaded in [\d.]+ s", done.stdout), done.stdout
     assert re.search(r"rank 1: [\d.]+ KiB of model, [\d.]+ MiB of memory at most", done.stdout)
+
+
+def test_generate_counts_the_new_tokens_of_an_encoder_decoder_whose_config_asks_for_beams(
+    checkpoints, with_tokenizer, tmp_path, capsys
+):
+    """They were -9, and -18 a second; transformers has no streamer for beams."""
+    small = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    small |= {"vocab_size": 64, "decoder_start_token_id": 0}
+    _, path = checkpoints.make("t5 to generate", "T5ForConditionalGeneration", **small)
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    beams = GenerationConfig.from_pretrained(path, num_beams=2, num_return_sequences=2)
+    beams.update(eos_token_id=None, pad_token_id=0)
+    beams.save_pretrained(tmp_path)
+    for file in with_tokenizer.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    words = ["--prompt", "5 6 7 8 9", "--max-new-tokens", "4"]
+    assert main(["generate", "--model", str(tmp_path), *words]) == 0
+    assert re.search(r"^4 tokens in .*; prompt of 5 and first", capsys.readouterr().out, re.M)
 
 
 @pytest.mark.parametrize(
