@@ -63,7 +63,7 @@ def _check_size(file: Path) -> int:
 
 def check_regular_files(folder: Path) -> None:
     """Raise for a pipe, socket or device, and what is too large where transformers opens it."""
-    for pattern in ("*", "additional_chat_templates/*"):
+    for pattern in ("*", "additional_chat_templates/*") if os.path.isdir(folder) else ():
         for file in sorted(folder.glob(pattern)):
             if file.exists() and not file.is_dir():
                 check_regular_file(file)
@@ -87,12 +87,13 @@ def check_has_config(folder: Path, adapter: str | Path | None = None) -> None:
 
     Also for an adapter beside the model, which from_pretrained would apply, and nobody gave.
     """
-    if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
+    if os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK):
         raise CheckpointError(
             f"{folder} may not be read by this user; run `chmod -R u+rX` on it as its owner."
         )
-    has_adapter = (folder / ADAPTER_CONFIG).is_file()
-    if has_adapter and not (folder / "config.json").is_file():
+    has_config = os.path.isfile(folder / "config.json")
+    has_adapter = os.path.isfile(folder / ADAPTER_CONFIG)
+    if has_adapter and not has_config:
         raise CheckpointError(
             f"{folder} holds an adapter and no model; give load() the model that it belongs to, "
             f"and adapter={str(folder)!r}."
@@ -102,7 +103,7 @@ def check_has_config(folder: Path, adapter: str | Path | None = None) -> None:
             f"{folder} holds an adapter beside the model ({ADAPTER_CONFIG}), and without it the "
             f"model may be another one; pass adapter={str(folder)!r} to apply it, or move it away."
         )
-    if not (folder / "config.json").is_file():
+    if not has_config:
         raise CheckpointError(
             f"{folder} holds no config.json, so there is no model in it; give the directory that "
             "save_pretrained() wrote, or that a download of the model ended in."

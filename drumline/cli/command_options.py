@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib
 import math
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -71,7 +72,7 @@ def _size(text: str, low: int = 0) -> str:
 
     try:
         if nbytes(text) < low:
-            raise PlanError(f"--bandwidth must be greater than 0, and is {text}")
+            raise PlanError(f"must be greater than 0, and is {text}")
     except PlanError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
@@ -136,7 +137,10 @@ def _serve(options: argparse.Namespace) -> None:
             _on_ranks(options, None, "drumline.serving.http_server", "serve", (), settings)
         elif job.node_rank:
             launch = importlib.import_module("drumline.serving.front.rank_launch")
-            launch.follow_front(dataclasses.replace(job, args=("", (), job.node_rank, settings)))
+            with _launch_errors():
+                launch.follow_front(
+                    dataclasses.replace(job, args=("", (), job.node_rank, settings))
+                )
         else:
             front = importlib.import_module("drumline.serving.front.front_server")
             front.serve_with_restarts(options.restarts, job, **settings)
@@ -170,7 +174,7 @@ def _job_of_nodes(
             "(`drumline run --max-restarts`), or give -n N without that launcher."
         )
     place = {} if options.master_addr is None else {"master_addr": options.master_addr}
-    try:
+    with _launch_errors():
         job = launcher.Job(
             launcher.Target("function", function),
             nprocs=options.ranks,
@@ -181,10 +185,16 @@ def _job_of_nodes(
             preload=(preload,),
             **place,
         )
-    except ValueError as error:
-        raise DrumlineError(f"{error}.") from error
-    try:
         return with_token(job, options) if nnodes > 1 else job
+
+
+@contextlib.contextmanager
+def _launch_errors() -> Iterator[None]:
+    """Within, the reason for which no rank can be started is an error of one line."""
+    from drumline.errors import DrumlineError
+
+    try:
+        yield
     except (ValueError, OSError) as error:
         raise DrumlineError(str(error)) from error
 
@@ -211,9 +221,10 @@ def _auto(options: argparse.Namespace) -> None:
     from drumline.errors import DrumlineError
 
     script, command = Path(options.script), Path(sys.executable).parent / options.script
-    if not script.exists() and command.is_file():  # such as transformers, for its server
+    # Not Path's, which raise for a name that is too long, and for a folder that is closed to us.
+    if not os.path.exists(script) and os.path.isfile(command):  # as transformers, for its server
         script = command
-    if not (script / "__main__.py" if script.is_dir() else script).exists():
+    if not os.path.exists(script / "__main__.py" if os.path.isdir(script) else script):
         raise DrumlineError(f"{script.absolute()} does not exist: each machine needs one there.")
     module = "drumline.cli.run_script"
     job = _job_of_nodes(options, CALL, module)
@@ -260,11 +271,13 @@ def _on_ranks(
     """Call the function on new ranks, those of the job if there is one; in this process if it is a
     rank, or is to be the only one."""
     call = (module, function, arguments, settings)
-    if job is not None:
-        launcher.run_job(dataclasses.replace(job, args=call))
-    elif launcher.current().world_size > 1 or options.ranks == 1:
+    if job is None and (launcher.current().world_size > 1 or options.ranks == 1):
         call_by_name(*call)
-    else:
+        return
+    with _launch_errors():
+        if job is not None:
+            launcher.run_job(dataclasses.replace(job, args=call))
+            return
         encrypt = getattr(options, "encrypt", False)
         launcher.launch(call_by_name, options.ranks, args=call, preload=[module], encrypt=encrypt)
 

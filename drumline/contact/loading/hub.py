@@ -11,6 +11,7 @@ import contextlib
 import errno
 import functools
 import json
+import os
 import re
 import tempfile
 import textwrap
@@ -31,7 +32,7 @@ UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 def is_hub_id(path: str | Path) -> bool:
     """True for `org/name` where no such folder is."""
-    return bool(ID.fullmatch(str(path))) and not Path(path).exists()
+    return bool(ID.fullmatch(str(path))) and not os.path.exists(path)
 
 
 def local_folder(path: str | Path, revision: str | None = None, gguf: str | None = None) -> Path:

@@ -44,6 +44,7 @@ from tests.drumline.conftest import LLAMA
 from tests.drumline.weight_formats.test_lora_adapter import LINEAR, make_adapter
 
 ROOT = Path(__file__).parents[3]
+LONG = 300 * "n"  # more than a name may have in any file system
 
 
 def _import_serving() -> None:
@@ -170,6 +171,7 @@ BAD = [
     ("plan", "--memory 1MiB --ranks 0", "not a number from 1 on"),
     ("plan", "--memory 1MiB --batch -1", "not a number from 1 on"),
     ("plan", "--memory 1MiB --bandwidth 0", "must be greater than 0"),
+    ("plan", "--memory 1MiB --link 0", "argument --link: must be greater than 0"),
     ("plan", "--memory 1MiB --hop nan", "not a number from 0 on"),
     ("generate", "--prompt 5 --seed 18446744073709551616", "64 bits"),
     ("generate", "--prompt 5 --max-new-tokens 0", "not a number from 1 on"),
@@ -205,6 +207,11 @@ def test_variables_that_no_launch_can_have_are_an_error_of_one_line(
         ("auto -n 2 nowhere.py", f"{Path.cwd()}/nowhere.py does not exist: each machine needs one"),
         ("auto {}", "does not exist"),
         ("bench --model {} --prompt-tokens 9 --new-tokens 8", "has positions for 16"),
+        ("auto -n 100000 {}/config.json", "open files in their launcher"),
+        ("auto --nnodes 2 --master-addr 192.0.2.7 --insecure {}/config.json", "of this node"),
+        (f"auto {LONG}.py", "does not exist"),
+        (f"plan --memory 1MiB --model /{LONG}", "no config.json"),
+        (f"plan --memory 1MiB --model tests/{LONG}", "the Hub does not give"),
     ],
 )
 def test_an_impossible_command_is_an_error_of_one_line(small_model, capsys, line, message):
