@@ -151,9 +151,11 @@ def _unpacked(value: Any) -> Any:
 
 def _refuse_to_write(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> None:
     name = getattr(func, "__name__", "")
-    is_written = args and isinstance(args[0], PackedTensor)
     writes = name in ("__setitem__", "__set__") or (name[-1:] == "_" and name[-2:] != "__")
-    if (writes and is_written) or isinstance(kwargs.get("out"), PackedTensor):
+    written = [kwargs.get("out")]
+    if writes or kwargs.get("inplace"):  # nn.init gives a `tensor` by name; _foreach_ takes lists
+        written += args[:1] or (kwargs.get("tensor"), kwargs.get("input"))
+    if any(isinstance(leaf, PackedTensor) for leaf in torch_private.tree_leaves(written)):
         raise RefusedUse(
             f"{name} writes into a weight that is kept in the blocks of its checkpoint, which hold "
             "no other values; load the model with dequantize=True."

@@ -72,9 +72,19 @@ def test_no_value_is_lost_by_writing_into_a_weight():
     """The copy that an operation gets would have taken the values, and nobody would have seen."""
     packed, plain = Bytes().packed(7, 5)
     writes = packed.mul_, packed.copy_, packed.data.add_, nn.Parameter(packed, False).data.add_
-    for write in (*writes, lambda value: packed.__setitem__(0, value[0])):
+    others = (
+        lambda value: packed.__setitem__(0, value[0]),
+        lambda value: nn.init.normal_(packed),
+        lambda value: nn.init.constant_(packed, 1.0),
+        lambda value: torch.relu_(input=packed),
+        lambda value: functional.relu(packed, inplace=True),
+        lambda value: torch._foreach_copy_([value.clone(), packed], [value, value]),
+        lambda value: torch.max(value, 0, out=(packed, torch.ones(5, dtype=torch.long))),
+    )
+    for write in (*writes, *others):
         with pytest.raises(RefusedUse, match="dequantize=True"):
             write(plain)
+    torch._foreach_add_([plain], [packed])
 
 
 def test_tied_weights_stay_one_when_their_parts_are_read():
