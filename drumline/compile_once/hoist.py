@@ -329,9 +329,8 @@ def _write_package(old: zipfile.ZipFile, out: Path, devices: DeviceMapping) -> N
 
 def _hoist_inputs(data: bytes, devices: DeviceMapping) -> bytes:
     """The example inputs, or nothing if they name a device that moves: a pickle is never opened."""
-    names = [
-        str(old).encode() for old in devices.moving if old.type not in device_mapping.FIXED_TYPES
-    ]
+    moved = [old for old, new in devices.to.items() if old != new]
+    names = [str(old).encode() for old in moved if old.type not in device_mapping.FIXED_TYPES]
     if not any(name in data for name in names):
         return data
     devices.report.count("example_inputs")

@@ -518,6 +518,17 @@ def test_example_inputs_in_a_package_do_not_touch_the_device_it_was_made_on(tmp_
         assert not any(b"cuda:0" in package.read(name) for name in package.namelist())
 
 
+def test_example_inputs_are_dropped_also_where_devices_are_swapped(tmp_path, monkeypatch):
+    """They were kept, on the device of another rank."""
+    program = torch.export.export(Tied(), (IDS,))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        torch.export.save(program, tmp_path / "0.pt2")
+    swap = {"cuda:0": "cuda:1", "cuda:1": "cuda:0"}
+    report = hoist_package(tmp_path / "0.pt2", tmp_path / "1.pt2", swap)
+    assert report.changed == {"example_inputs": 1}
+
+
 def archive(path, entries, compression=zipfile.ZIP_STORED):
     with zipfile.ZipFile(path, "w", compression) as package:
         for name, data in entries:
