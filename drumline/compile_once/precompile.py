@@ -171,7 +171,8 @@ def _distribute(
 def _store_checked(cache: ArtifactCache, key: str, data: bytes, digest: bytes) -> None:
     if hashlib.sha256(data).digest() != digest:
         raise BuildError(f"the {len(data)} bytes of {key} arrived damaged")
-    cache.store(key, data)
+    with cache.lock(key):
+        cache.store(key, data)
 
 
 def precompile(

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import filelock
 import pytest
 import torch
 from torch import nn
@@ -222,6 +223,21 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path):
     with pytest.raises(BuildError, match="chmod 700"):
         ArtifactCache(folder)
     assert stat.S_IMODE(ArtifactCache(tmp_path / "new").folder.stat().st_mode) == 0o700
+
+
+def test_an_artifact_that_arrives_is_stored_under_the_lock(ranks, tmp_path, monkeypatch):
+    """The artifact of one launch could lie beside the seal of another."""
+    plain = ArtifactCache.store
+
+    def store(cache, key, data):
+        with pytest.raises(filelock.Timeout):
+            filelock.FileLock(cache.folder / f"{key}.lock", timeout=0).acquire()
+        plain(cache, key, data)
+
+    monkeypatch.setattr(ArtifactCache, "store", store)
+    builds = Builds()
+    folders = [tmp_path / name for name in ("a", "b")]
+    assert ranks(fetch(builds, folders), 2, [1, 1]) == [builds.data] * 2
 
 
 def test_racing_launches_build_once(ranks, tmp_path):
