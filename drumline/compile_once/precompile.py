@@ -221,7 +221,18 @@ def precompile_modules(
     path = get_or_build(key, build, coor, folder=folder)
     device = _device_of(first, inputs)
     runs = _on_all_ranks(coor, lambda: [load_compiled(path, s, device) for s in states])
-    _on_all_ranks(coor, lambda: _compare_outputs(runs, modules, inputs))
+
+    def compare() -> None:
+        try:
+            _compare_outputs(runs, modules, inputs)
+        except AssertionError as error:
+            raise BuildError(
+                f"{path} computes other values than its module does, perhaps as it was compiled "
+                "for other settings, of which its key says nothing; delete it, and name in facts= "
+                f"what the code of the module depends on. {error}"
+            ) from error
+
+    _on_all_ranks(coor, compare)
     return runs
 
 
@@ -234,15 +245,20 @@ def module_key(module: nn.Module, inputs: tuple[Any, ...], **facts: Any) -> str:
         else repr(x)
         for x in torch_private.tree_leaves(inputs)
     ]
+    device = _device_of(module, inputs).type
+    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return fingerprint(
         *_texts(module),
-        device=_device_of(module, inputs).type,
+        device=device,
         state=_shapes(all_tensors(module)),
         inputs=leaves,
         model=str(module),
         settings=_settings(module),
         config=_configuration(module),
-        precision=[torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")],
+        precision=[
+            torch.get_float32_matmul_precision(),
+            casts and str(torch.get_autocast_dtype(device)),
+        ],
         **facts,
     )
 
@@ -265,18 +281,26 @@ def _texts(module: nn.Module) -> list[Any]:
 
 
 def _settings(module: nn.Module) -> dict[str, str]:
-    """Numbers, flags and text in the modules, on which their code may depend."""
-    plain = (bool, int, float, str, type(None), torch.dtype)
+    """Numbers, flags, text and functions in the modules, on which their code may depend."""
     return {
-        f"{name}.{key}": repr(value)
+        f"{name}.{key}": text
         for name, inner in module.named_modules()
         for key, value in vars(inner).items()
-        if key not in PATH_FIELDS
-        and (
-            type(value) in plain
-            or (type(value) in (tuple, list) and all(type(item) in plain for item in value))
-        )
+        if key not in PATH_FIELDS and (text := _setting(value))
     }
+
+
+def _setting(value: Any) -> str:
+    """The text of a setting, or of a tuple, list or dict of them; nothing for anything else."""
+    if isinstance(value, functools.partial):
+        value = (value.func, value.args, value.keywords)
+    if type(value) in (tuple, list, dict):
+        items = [_setting(item) for item in (value.items() if type(value) is dict else value)]
+        return f"{type(value).__name__}{items}" if all(items) else ""
+    if type(value) in (bool, int, float, str, type(None), torch.dtype):
+        return repr(value)
+    is_function = callable(value) and hasattr(value, "__qualname__")
+    return f"{value.__module__}.{value.__qualname__}" if is_function else ""
 
 
 def _configuration(module: nn.Module) -> dict[str, str]:

@@ -7,12 +7,14 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import filelock
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from coordinator import Coordinator
 from drumline import (
@@ -308,7 +310,12 @@ def set_to(name, value):
 
 
 @pytest.mark.parametrize(
-    "change", [set_to("scale", 3.0), set_to("training", False), set_to("sizes", (1, 2))]
+    "change",
+    [
+        *(set_to("scale", 3.0), set_to("training", False), set_to("sizes", (1, 2))),
+        *(set_to("sizes", {"a": [1, None]}), set_to("act", functional.relu)),
+        set_to("act", partial(functional.gelu, approximate="tanh")),
+    ],
 )
 def test_the_key_of_a_model_knows_its_settings(change):
     """A model in training took what had been compiled for evaluation, and the canary stopped it."""
@@ -316,9 +323,32 @@ def test_the_key_of_a_model_knows_its_settings(change):
     second.name_or_path = "elsewhere"
     with torch.no_grad():
         second.weight.mul_(2)
+    first.act = second.act = functional.gelu
     assert module_key(first, (X,)) == module_key(second, (X,))
     change(second)
     assert module_key(first, (X,)) != module_key(second, (X,))
+
+
+def test_the_key_of_a_model_knows_the_dtype_that_it_is_cast_to():
+    keys = [module_key(Outer(), (X,))]
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            keys.append(module_key(Outer(), (X,)))
+    assert len({*keys}) == 3
+
+
+def test_an_artifact_of_other_settings_is_named_with_what_to_do(ranks_or_errors, monkeypatch):
+    """What no key says, such as a function that a module looks up, left an AssertionError."""
+    monkeypatch.setattr(precompile, "get_or_build", lambda *_, **__: Path("key.artifact"))
+    monkeypatch.setattr(precompile, "load_compiled", lambda *_: lambda x: 2 * x)
+
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            precompile_modules([Inner()], (X,), coor)
+
+    for error in ranks_or_errors(rank, 2):
+        assert isinstance(error, BuildError)
+        assert "key.artifact computes other values" in str(error) and "facts=" in str(error)
 
 
 def test_the_key_of_a_model_knows_the_text_of_the_modules_in_it(monkeypatch):
