@@ -79,11 +79,14 @@ def _joined(options: argparse.Namespace, prog: str) -> argparse.Namespace:
         _check_script(joined)
         joined.nproc_per_node = options.ranks or joined.nproc_per_node
         joined.rdzv_endpoint = None
-    elif words[0] in JOINABLE:
+    elif words[:1] and words[0] in JOINABLE:
         joined = cli.parser(prog).parse_args(words)
         joined.ranks = _number(options.ranks or joined.ranks)
     else:
-        raise ValueError(f"{words[0]!r} is not a command that runs on several machines")
+        raise ValueError(
+            f"the first machine runs {' '.join(words[:1]) or 'a program of its own'}, which is "
+            "not a command that can be joined; start its ranks here as there."
+        )
     joined.command_line, joined.token = place.command, token
     joined.node_rank, joined.nnodes = place.node_rank, place.nnodes
     joined.master_addr, joined.master_port = options.address

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+import launcher
 from drumline.cli import join
 from launcher import ports
 from launcher.authentication.launch_token import LaunchToken
+from launcher.external.node_follower import Invitation
 
 # The command of one machine, of which torchrun is not started, with every time a tenth.
 MACHINE = """
@@ -188,6 +190,18 @@ def test_ctrl_c_at_the_prompt_is_no_traceback(tmp_path):
     second.await_text("token of the launch")
     second.process.send_signal(signal.SIGINT)
     assert second.end() == 130 and second.shown.endswith("drumline: interrupted\r\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"), [((), "runs a program of its own"), (("plan",), "runs plan, which")]
+)
+def test_a_machine_whose_first_one_runs_no_command_is_told(monkeypatch, capsys, command, message):
+    """A program that calls launch() has none, which was an IndexError."""
+    place = Invitation(1, 2, "host", command)
+    monkeypatch.setattr(launcher, "ask_to_join", lambda *_: place)
+    monkeypatch.setattr(join, "token_to_join", lambda options: None)
+    assert join.main(["join", "127.0.0.1:1"]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_the_options_of_join_are_few():
