@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import select
 import sys
 import termios
@@ -34,6 +35,7 @@ NUM_LOOKS = 20  # over which the slowest rank is found
 MIN_DIFFERENCE = 0.25  # of the share of looks in which a rank waits
 HOSTS_WAIT_S = 10.0  # for the ranks of other hosts, where the output is not a terminal
 PLAIN_WIDTH = 160  # where the output is not a terminal
+MAX_KEYS = 64  # that are typed between two looks
 MAX_OPERATIONS = 3  # of a rank that are shown
 MAX_PID_DIGITS = 10  # proc_sys_kernel(5): a pid is below 2^22
 KEYS = "s stacks   d dump to a file   t trace the next 5 s   q quit"
@@ -222,13 +224,14 @@ def _run(view: LaunchView, screen: Live) -> None:
         lines = [KEYS, message, view.report() if shows_stacks else ""]
         lines.append("" if shows_stacks else view.cause())
         screen.update(Group(view.table(), *(Text(line) for line in lines if line)), refresh=True)
-        key = sys.stdin.read(1) if select.select([sys.stdin], [], [], LOOK_S)[0] else ""
-        if key == "q":
-            return
-        if key == "s":
-            shows_stacks = not shows_stacks
-        elif key in WRITERS:
-            message = _written(WRITERS[key], view)
+        is_typed = select.select([sys.stdin], [], [], LOOK_S)[0]  # it sees no buffer of sys.stdin
+        for key in os.read(sys.stdin.fileno(), MAX_KEYS).decode("latin-1") if is_typed else "":
+            if key == "q":
+                return
+            if key == "s":
+                shows_stacks = not shows_stacks
+            elif key in WRITERS:
+                message = _written(WRITERS[key], view)
 
 
 def _written(write: Callable[[LaunchView], str], view: LaunchView) -> str:

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import threading
 import time
+import tty
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -195,6 +197,24 @@ def test_keys_show_stacks_write_a_dump_and_a_trace(launch, tmp_path, monkeypatch
     (trace,) = tmp_path.glob("drumline-*.json")
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"allreduce", "barrier"} <= names
+
+
+def test_keys_that_are_typed_at_once_are_all_taken(monkeypatch):
+    """The second one waited for the next."""
+    terminal, end = os.openpty()
+    tty.setcbreak(end)
+    os.write(terminal, b"dq")
+    looks, written = [], []
+    view = SimpleNamespace(
+        is_over=False, update=lambda: looks.append(1), table=lambda: "", cause=lambda: ""
+    )
+    monkeypatch.setitem(top.WRITERS, "d", lambda view: written.append(view) or "")
+    monkeypatch.setattr(sys, "stdin", os.fdopen(end, "r"))
+    monkeypatch.setattr(top, "KEYS", "")
+    screen = SimpleNamespace(update=lambda *_, **__: len(looks) < 3 or setattr(view, "is_over", 1))
+    top._run(view, screen)
+    os.close(terminal)
+    assert (looks, written) == ([1], [view])
 
 
 def test_memory_of_dumps_that_were_read_is_given_back():
