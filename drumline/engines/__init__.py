@@ -49,9 +49,12 @@ def check_signatures(engine: str, version: str, *owners: str, folder: Path = OWN
     """
     record = record_of(engine, folder)
     for owner in owners:
-        installed = pkgutil.resolve_name(owner)
+        try:
+            installed = pkgutil.resolve_name(owner)
+        except (ImportError, AttributeError):  # it has another name there
+            installed = None
         for name, expected in record[owner].items():
-            function = inspect.getattr_static(installed, name, None)
+            function = None if installed is None else inspect.getattr_static(installed, name, None)
             function = getattr(function, "__func__", function)  # of a classmethod
             actual = parameters(function) if callable(function) else None
             if actual != expected:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import vllm
 from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
@@ -16,15 +15,7 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 
 from communicator import Communicator
 from communicator import compile as compiled
-from drumline.engines import check_signatures
-from drumline.engines.vllm import DEVICE_COMMUNICATORS, ENGINE, timeout_s
-
-check_signatures(
-    ENGINE,
-    vllm.__version__,
-    f"{DEVICE_COMMUNICATORS}.base_device_communicator.DeviceCommunicatorBase",
-    f"{DEVICE_COMMUNICATORS}.cpu_communicator.CpuCommunicator",
-)
+from drumline.engines.vllm import timeout_s
 
 
 class VllmCalls:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import vllm
 from vllm import platforms
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from communicator import Unsupported
-from drumline.engines.vllm import timeout_s
+from drumline.engines import check_signatures
+from drumline.engines.vllm import DEVICE_COMMUNICATORS, ENGINE, timeout_s
 
 COMMUNICATOR = "drumline.engines.vllm_communicator.VllmCommunicator"
 
@@ -35,6 +37,12 @@ class DrumlinePlatform(Detected):  # type: ignore[misc]  # vLLM has chosen it
         """As vLLM's. It is called before any worker starts, so a vLLM whose communicators have
         other signatures is refused here; the platform is known, which they import."""
         super().check_and_update_config(vllm_config)
+        check_signatures(
+            ENGINE,
+            vllm.__version__,
+            f"{DEVICE_COMMUNICATORS}.base_device_communicator.DeviceCommunicatorBase",
+            f"{DEVICE_COMMUNICATORS}.cpu_communicator.CpuCommunicator",
+        )
         resolve_obj_by_qualname(COMMUNICATOR)
 
     @classmethod

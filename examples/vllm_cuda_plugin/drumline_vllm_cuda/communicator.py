@@ -9,24 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import vllm
 from torch.distributed import ProcessGroup
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
 from communicator import Communicator, CommunicatorError
 from communicator import compile as compiled
-from drumline.engines import check_signatures
-from drumline.engines.vllm import DEVICE_COMMUNICATORS, timeout_s
+from drumline.engines.vllm import timeout_s
 from drumline.engines.vllm_communicator import VllmCalls
-from drumline_vllm_cuda import ENGINE, FOLDER
-
-check_signatures(
-    ENGINE,
-    vllm.__version__,
-    f"{DEVICE_COMMUNICATORS}.base_device_communicator.DeviceCommunicatorBase",
-    f"{DEVICE_COMMUNICATORS}.cuda_communicator.CudaCommunicator",
-    folder=FOLDER,
-)
+from drumline_vllm_cuda import ENGINE
 
 
 class VllmCudaCommunicator(VllmCalls, CudaCommunicator):  # type: ignore[misc]  # no types in vLLM

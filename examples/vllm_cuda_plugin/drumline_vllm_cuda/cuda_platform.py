@@ -5,12 +5,15 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import vllm
 from vllm import platforms
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 import launcher
 from communicator import Unsupported
-from drumline_vllm_cuda import ENGINE
+from drumline.engines import check_signatures
+from drumline.engines.vllm import DEVICE_COMMUNICATORS
+from drumline_vllm_cuda import ENGINE, FOLDER
 
 COMMUNICATOR = "drumline_vllm_cuda.communicator.VllmCudaCommunicator"
 
@@ -41,6 +44,13 @@ class DrumlineCudaPlatform(Detected):  # type: ignore[misc]  # vLLM has chosen i
     def check_and_update_config(cls, vllm_config: Any) -> None:
         """As vLLM's, before any worker starts: a vLLM of other signatures is refused here."""
         super().check_and_update_config(vllm_config)
+        check_signatures(
+            ENGINE,
+            vllm.__version__,
+            f"{DEVICE_COMMUNICATORS}.base_device_communicator.DeviceCommunicatorBase",
+            f"{DEVICE_COMMUNICATORS}.cuda_communicator.CudaCommunicator",
+            folder=FOLDER,
+        )
         resolve_obj_by_qualname(COMMUNICATOR)
 
     @classmethod

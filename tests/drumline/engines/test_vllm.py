@@ -224,6 +224,15 @@ def test_a_vllm_with_another_signature_is_refused_by_its_name_before_a_worker_st
             configured(vllm, device)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_vllm_whose_class_has_another_name_is_refused_by_its_name(vllm, device):
+    """It was an ImportError, which says nothing of drumline."""
+    name = f"{device.capitalize()}Communicator"
+    delattr(sys.modules[f"{COMMUNICATORS}.{device}_communicator"], name)
+    with pytest.raises(Unsupported, match=rf"{name}\.\w+ is not there.*unset"):
+        configured(vllm, device)
+
+
 def configured(vllm, device):
     """Import the platform and pass it a config, as vLLM does before it starts workers."""
     imported_platform(device).check_and_update_config(None)
