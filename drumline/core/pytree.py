@@ -11,6 +11,7 @@ import struct
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, EnumType
 from typing import Any, Protocol
 
 import torch
@@ -56,6 +57,8 @@ def flatten(value: Any, leaves: Leaves, handle: Callable[[Cache], int]) -> TreeS
     """The spec of a value; varying values are put into `leaves`. Frequent kinds come first."""
     if isinstance(value, torch.Tensor):
         return ("tensor", leaves.tensor(value))
+    if isinstance(type(value), EnumType):  # many are numbers or text, too
+        return _container_spec(value, lambda item: flatten(item, leaves, handle))
     if value is None or isinstance(value, (bool, str)):
         return ("value", value)
     if isinstance(value, int):
@@ -94,7 +97,10 @@ def _flatten_cache(cache: Cache, leaves: Leaves, handle: Callable[[Cache], int])
 
 
 def _container_spec(value: Any, spec_of: Callable[[Any], TreeSpec]) -> TreeSpec:
-    """The spec of a container; an Output, such as that of ViTMAE's decoder, keeps its class."""
+    """The spec of a container; an Output, such as that of ViTMAE's decoder, keeps its class, and so
+    does an Enum, of one value."""
+    if isinstance(value, Enum):
+        return ("enum", full_name(type(value)), spec_of(value.value))
     if not isinstance(value, dict):
         kind = "list" if isinstance(value, list) else "tuple"
         return (kind, *[spec_of(item) for item in value])
@@ -106,6 +112,8 @@ def _container(spec: Any, value_of: Callable[[Any], Any]) -> Any:
     """The container that has this spec."""
     if spec[0] == "made":
         return class_named(spec[1], Output)(**value_of(spec[2]))
+    if spec[0] == "enum":
+        return class_named(spec[1], Enum)(value_of(spec[2]))
     if spec[0] == "dict":
         return {key: value_of(item) for key, item in spec[1:]}
     values = [value_of(item) for item in spec[1:]]
@@ -120,7 +128,7 @@ def _children(spec: Any) -> Sequence[Any]:
         return [item for _, item in spec[2:]]
     if spec[0] in ("tuple", "list", "pair"):
         return spec[1:]  # type: ignore[no-any-return]
-    return spec[2:] if spec[0] == "made" else ()
+    return spec[2:] if spec[0] in ("made", "enum") else ()
 
 
 def _key(key: Any) -> str:
@@ -174,7 +182,7 @@ def unflatten(spec: Any, unflattener: Unflattener) -> Any:
         unflattener.shared.append(class_named(spec[1], UserDict)(items))
         return unflattener.shared[-1]
     made = _container(spec, lambda item: unflatten(item, unflattener))
-    if kind != "tuple":
+    if kind not in ("tuple", "enum"):
         unflattener.containers.append(made)
     return made
 
@@ -192,9 +200,10 @@ def flatten_output(value: Any, inputs: Sequence[torch.Tensor], new: list[torch.T
         new.append(value)
         is_like_first = inputs and (value.shape, value.dtype) == (inputs[0].shape, inputs[0].dtype)
         return ("hidden",) if is_like_first else ("extra",)
-    if value is None or isinstance(value, (bool, int, float, str)):
+    is_enum = isinstance(value, Enum)
+    if not is_enum and (value is None or isinstance(value, (bool, int, float, str))):
         return ("value", value)
-    if type(value) in CONTAINERS or is_output(value):
+    if is_enum or type(value) in CONTAINERS or is_output(value):
         return _container_spec(value, lambda item: flatten_output(item, inputs, new))
     if is_cache(value):
         return ("cache",)

@@ -8,6 +8,7 @@ import math
 import pickle
 from abc import ABC
 from collections import UserDict, defaultdict
+from enum import Flag, IntEnum, StrEnum
 from typing import NamedTuple
 
 import pytest
@@ -367,6 +368,37 @@ def test_a_tuple_or_dict_of_a_class_of_its_own_is_refused_rather_than_made_plain
         return torch.equal(model.second(hidden, sizes), model.second(hidden, tuple(sizes)))
 
     assert on_two_ranks(scaled, work)
+
+
+class Kind(IntEnum):
+    DOUBLE = 2
+
+
+class Name(StrEnum):
+    DOUBLE = "double"
+
+
+class Flags(Flag):
+    ONE, TWO = 1, 2
+
+
+class Named(nn.Linear):
+    def forward(self, hidden, kind):
+        return super().forward(hidden), kind, f"{kind!r} {type(kind).__name__}"
+
+
+def test_a_member_of_an_enum_stays_one_on_its_way_to_a_layer_and_back():
+    """One that is a number arrived as that, so that `is` and its name were others."""
+
+    def work(model):
+        for kind in (Kind.DOUBLE, Name.DOUBLE, Flags.ONE | Flags.TWO, [Kind.DOUBLE]):
+            _, back, seen = model.second(torch.ones(1, 2), kind)
+            assert (repr(back), seen) == (repr(kind), f"{kind!r} {type(kind).__name__}")
+        return True
+
+    assert on_two_ranks(
+        lambda: nn.ModuleDict({"first": nn.Linear(2, 2), "second": Named(2, 2)}), work
+    )
 
 
 def test_a_number_that_is_another_one_in_each_call_makes_no_new_program():
