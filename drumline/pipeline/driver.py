@@ -14,7 +14,7 @@ import torch
 
 from drumline.core.pytree import Leaves, flatten
 from drumline.errors import DrumlineError, PeerLost, StageError
-from drumline.kv_cache.proxy import CacheProxy, cache_number, prepare_next_token
+from drumline.kv_cache.proxy import cache_number, prepare_next_token
 from drumline.pipeline.deferred_calls import (
     CallsByThread,
     DeferredCalls,
@@ -109,8 +109,9 @@ class PipelineDriver:
                     raise
                 if pending.reply is not None:
                     self._pending.remove(pending)
-            for cache in _caches(calls):  # while this token is on its way
-                prepare_next_token(cache)
+            for run in calls.runs:
+                for cache in run.caches:  # while this token is on its way
+                    prepare_next_token(cache)
             reply = self._answer(pending, calls)
         except BaseException as error:
             if not isinstance(error, DrumlineError):
@@ -245,10 +246,6 @@ def _cut_off(error: Exception) -> DrumlineError:
         f"rank 0: a reply of other ranks could not be received ({error!r}), so later ones would "
         "be taken for it; load the model again."
     )
-
-
-def _caches(calls: DeferredCalls) -> list[CacheProxy]:
-    return [cache for run in calls.runs for cache in run.caches]
 
 
 class PendingReply:
