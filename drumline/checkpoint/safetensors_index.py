@@ -120,7 +120,7 @@ def read_index(path: str | Path, warns: bool = False) -> dict[str, StoredTensor]
     warns: log how many these are.
     """
     folder = Path(path)
-    chosen = None if folder.is_file() else _chosen_file(folder)
+    chosen = _chosen_file(folder) if os.path.isdir(folder) else None
     listed: dict[str, str] = {}
     files = [] if chosen is None else [chosen]
     if chosen is not None and chosen.suffix == ".json":
@@ -196,7 +196,7 @@ def _is_file_name(name: Any) -> bool:
 
 def _files(folder: Path) -> list[Path]:
     """All the files that are there."""
-    if folder.is_file():
+    if os.path.isfile(folder):
         if folder.suffix in PICKLES:
             raise CheckpointError(
                 f"{folder} is a pickle, which would run whatever code is in it; save the weights "
@@ -204,7 +204,8 @@ def _files(folder: Path) -> list[Path]:
                 "...)."
             )
         return [folder]
-    files = sorted(file for file in folder.glob("*.safetensors") if file.name != ADAPTER_FILE)
+    entries = folder.glob("*.safetensors") if os.path.isdir(folder) else ()
+    files = sorted(file for file in entries if file.name != ADAPTER_FILE)
     if not files:
         raise CheckpointError(
             f"{folder} holds no .safetensors file, so there is nothing to load; check the path."

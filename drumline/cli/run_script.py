@@ -93,7 +93,7 @@ def load_over_all_ranks(cls: Any, path: Any, options: dict[str, Any]) -> Any:
     config = options.pop("config", None)
     dtype = options.pop("dtype", options.pop("torch_dtype", None))
     placement = {key: options.pop(key) for key in ("device_map", "max_memory") if key in options}
-    if not is_config(config) and (folder / "config.json").is_file():
+    if not is_config(config) and os.path.isfile(folder / "config.json"):
         read_config = cls.config_class.from_pretrained
         config, options = read_config(config or folder, return_unused_kwargs=True, **options)
     return load(folder, cls=cls, dtype=dtype, config=config, **placement, **options)

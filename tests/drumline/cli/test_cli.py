@@ -39,6 +39,7 @@ from drumline.cli import DELEGATED, cache, command_options, main, parser
 from drumline.cli.plan_pictures import write_html
 from drumline.cli.run_script import load_over_all_ranks, models_over_all_ranks
 from drumline.core.device_map import DeviceMap
+from drumline.errors import CheckpointError
 from drumline.strategies.with_model import num_positions
 from tests.drumline.conftest import LLAMA
 from tests.drumline.weight_formats.test_lora_adapter import LINEAR, make_adapter
@@ -211,6 +212,10 @@ def test_variables_that_no_launch_can_have_are_an_error_of_one_line(
         ("auto --nnodes 2 --master-addr 192.0.2.7 --insecure {}/config.json", "of this node"),
         (f"auto {LONG}.py", "does not exist"),
         (f"plan --memory 1MiB --model /{LONG}", "no config.json"),
+        (
+            f"bench --model {{}} --adapter /{LONG} --prompt-tokens 2 --new-tokens 2",
+            "no .safetensors",
+        ),
         (f"plan --memory 1MiB --model tests/{LONG}", "the Hub does not give"),
     ],
 )
@@ -534,6 +539,8 @@ class WithSettings(LlamaForCausalLM):
 def test_what_a_script_gives_the_constructor_by_position_arrives_there(checkpoints):
     """It was dropped where there was a device_map."""
     with models_over_all_ranks():
+        with pytest.raises(CheckpointError, match="no config"):
+            WithSettings.from_pretrained(f"/{LONG}", device_map="auto")
         path = checkpoints.llama()[1]
         model = WithSettings.from_pretrained(path, 3, second=4, device_map="auto")
     assert model.settings == (3, 4)
