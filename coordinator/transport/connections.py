@@ -42,23 +42,22 @@ class PeerConnector:
         """The connections, by rank. exchange: an allgather over the peers. Collective."""
         higher = range(self.rank + 1, len(self.peers))
         purpose, credentials = self._purpose(self.rank), self.credentials
-        with closing(ChildListener(self.address, credentials, purpose, len(higher))) as listener:
-            addresses = [unpack(data) for data in exchange(pack(list(listener.address)))]
-            try:
+        listener = ChildListener(self.address, credentials, purpose, len(higher))
+        try:
+            with closing(listener):
+                addresses = [unpack(data) for data in exchange(pack(list(listener.address)))]
                 meeting = call.restarted(MEETING_SHARE * call.left_s)
                 problem = self._connect(addresses, listener, meeting)
-                listener.close()
-                problems = [data.decode() for data in exchange(problem.encode()) if data]
-                if problems:
-                    me = self.peers[self.rank].rank
-                    raise CoordinatorError(
-                        problem
-                        or f"rank {me} has no connections, for another has none: {problems[0]}"
-                    )
-            except BaseException:
-                for connection in (*self.connections.values(), *listener.accepted.values()):
-                    connection.close()
-                raise
+            problems = [data.decode() for data in exchange(problem.encode()) if data]
+            if problems:
+                me = self.peers[self.rank].rank
+                raise CoordinatorError(
+                    problem or f"rank {me} has no connections, for another has none: {problems[0]}"
+                )
+        except BaseException:
+            for connection in (*self.connections.values(), *listener.accepted.values()):
+                connection.close()
+            raise
         return {rank: connection.socket for rank, connection in self.connections.items()}
 
     def _purpose(self, listener: int) -> str:
