@@ -141,7 +141,7 @@ ANY_PROCESSOR void unpack_range(const Integers& weight, const Result& result, si
             for (size_t i = 0; i < count; i++) {
                 const size_t at = row + i;
                 const uint32_t word = weight.zeros[group * words_a_group + at / per_word];
-                const uint32_t zero = (word >> weight.shifts[at % per_word]) + weight.zero_shift;
+                const uint32_t zero = (word + weight.zero_shift) >> weight.shifts[at % per_word];
                 zeros[group * tile + i] = static_cast<float>(zero & mask);
             }
         float sums[max_inputs][tile] = {};

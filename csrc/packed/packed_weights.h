@@ -33,7 +33,8 @@ struct BlockRows {
 
 // Integers of GPTQ and AWQ, [columns, rows], packed into words along the columns or the rows, and
 // zeros and scales, [num_groups, rows], of which the zeros are packed along the rows.
-// shifts: of each integer in its word, in bits. groups: for each column.
+// shifts: of each integer in its word, in bits. groups: for each column. zero_shift: what is added
+// to each word of zeros.
 struct Integers {
     const uint32_t *words, *zeros;
     const float* scales;

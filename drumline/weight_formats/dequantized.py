@@ -42,7 +42,7 @@ ZERO_SHIFTS = {
     ("awq", "none"): 0,
     ("awq", "gemm"): 0,
 }
-"""The number added to a stored zero, by the method and the variant of its format."""
+"""The number of ones in each word of stored zeros, by the method and the variant of its format."""
 TRANSPOSED_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 QUANTIZED = ("F8_E4M3", "F8_E5M2", "I8")
 SCALE_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E8M0", "U8")
@@ -241,8 +241,8 @@ class TransposedWeight(QuantizedWeight):
     [groups, out], as GPTQ and AWQ have them.
 
     dim: that along which integers are packed; zeros are along the last. order: the place of each
-    integer in its word. zero_shift: what is added to each stored zero. group_size: columns of a
-    group, unless `groups` has that of each column.
+    integer in its word. zero_shift: what is added to each word of zeros, which carries from one to
+    the next. group_size: columns of a group, unless `groups` has that of each column.
     """
 
     packed: StoredTensor
@@ -267,8 +267,8 @@ class TransposedWeight(QuantizedWeight):
         spans = [(column, columns), (row, rows)]
         values = integers_of(reader, self.packed, self.num_bits, self.dim, spans, self.order)
         spans = [all_groups, (row, rows)]
-        zeros = integers_of(reader, self.zeros, self.num_bits, 1, spans, self.order)
-        zeros = zeros + self.zero_shift & (1 << self.num_bits) - 1
+        packing = self.num_bits, 1, spans, self.order, self.zero_shift
+        zeros = integers_of(reader, self.zeros, *packing)
         scales = reader.box(self.scales, Region((0, row), (all_groups[1], rows))).float()
         out.copy_(((values - zeros[at]) * scales[at]).T)
 
@@ -415,7 +415,7 @@ def _transposed(path: Path, index: Index, settings: Mapping[str, Any]) -> Derive
             num_bits=num_bits,
             dim=dim,
             order=order,
-            zero_shift=zero_shift,
+            zero_shift=zero_shift * (((1 << INT32_BITS) - 1) // ((1 << num_bits) - 1)),
             group_size=group_size,
         )
         yield f"{stem}.weight", weight, {f"{stem}.{s}" for s in TRANSPOSED_PARTS}

@@ -58,7 +58,7 @@ def unpack_integers(
 
     parts: words of [columns, rows] integers; zeros and scales, [groups, rows]. groups: of columns.
     packing: bits, True for words along the rows, the place of each integer in its word, and what
-    is added to zeros.
+    is added to each word of zeros.
     """
     words, zeros, scales, groups = (part.contiguous() for part in (*parts, groups))
     scales = scales.float()

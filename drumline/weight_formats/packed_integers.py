@@ -42,10 +42,12 @@ def integers_of(
     dim: int,
     spans: Sequence[tuple[int, int]],
     order: Sequence[int] = (),
+    shift: int = 0,
 ) -> torch.Tensor:
     """Integers without sign, of a box of a tensor that is packed into words along `dim`.
 
     spans: start and size of the box, by dimension. order: the place of each integer in its word.
+    shift: what is added to each word.
     """
     per_word = INT32_BITS // num_bits
     start, size = spans[dim]
@@ -53,6 +55,6 @@ def integers_of(
     starts, sizes = zip(*spans[:dim], (first, end - first), *spans[dim + 1 :], strict=True)
     words = reader.box(stored, Region(starts, sizes)).movedim(dim, -1).unsqueeze(-1)
     shifts = torch.tensor(order or range(per_word), dtype=torch.int32) * num_bits
-    integers = words >> shifts & (1 << num_bits) - 1
+    integers = words + shift >> shifts & (1 << num_bits) - 1
     skipped = start - first * per_word
     return integers.flatten(-2)[..., skipped : skipped + size].movedim(-1, dim)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from safetensors.torch import load_file, save_file
 import drumline
 from coordinator import Coordinator
 from drumline import CheckpointError
-from drumline.checkpoint.safetensors_index import StoredTensor
+from drumline.checkpoint.safetensors_index import StoredTensor, TensorReader, read_index
+from drumline.core.shards import Region
 from drumline.weight_formats.dequantized import METHODS
 from tests.drumline.weight_formats.test_lora_adapter import make_adapter
 
@@ -468,6 +470,22 @@ def test_zeros_that_do_not_fill_their_words_are_refused():
     index = {f"up.{part}": StoredTensor("a", 0, *form) for part, form in shapes.items()}
     with pytest.raises(CheckpointError, match=r"up\.qweight"):
         list(METHODS["gptq"](Path("a"), index, {**GPTQ, "group_size": 32}))
+
+
+@pytest.mark.parametrize("rows", [16, 8])
+def test_zeros_of_gptq_are_those_of_words_from_which_ones_were_subtracted(tmp_path, rows):
+    """A zero of 0 borrows from the next one: of 8 there, 7 was read, in C++ and in torch."""
+    zeros = torch.tensor([[0, 8, 15, 0, 0, 1, 0, 0, 3, 0, 0, 0, 0, 0, 0, 15]])
+    words = packed(zeros - 8, 1) - 0x11111111
+    tensors = {"qweight": torch.zeros(4, 16, dtype=torch.int32), "qzeros": words}
+    tensors = {f"up.{part}": tensor for part, tensor in tensors.items()}
+    save_file({**tensors, "up.scales": torch.ones(1, 16)}, tmp_path / "a.safetensors")
+    index = read_index(tmp_path)
+    ((_, weight, _),) = METHODS["gptq"](tmp_path, index, {**GPTQ, "group_size": 32})
+    weight = replace(weight, dtype="F32")
+    with TensorReader(tmp_path) as reader:
+        found = reader.box(weight, Region((0, 0), (rows, 32)))
+    assert found.T.tolist() == 32 * (-zeros[:, :rows]).tolist()
 
 
 def test_groups_end_where_their_size_says():
