@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def _fields(source: CheckpointFiles) -> dict[str, Any]:
     path, quantization = source.path, source.config.quantization_config
     fields = quantization if isinstance(quantization, dict) else None
     if fields is None and callable(to_dict := getattr(quantization, "to_dict", None)):
-        fields = to_dict()
+        fields = {k: v.value if isinstance(v, Enum) else v for k, v in to_dict().items()}
     if not isinstance(fields, dict):
         raise CheckpointError(
             f"{path}/config.json has quantization_config={quantization!r:.60}, which is not an "
@@ -381,7 +382,7 @@ def _compressed(path: Path, index: Index, settings: Mapping[str, Any]) -> Derive
 def _transposed(path: Path, index: Index, settings: Mapping[str, Any]) -> Derived:
     """GPTQ, packed along the inputs of a layer, and AWQ, packed along its outputs."""
     is_awq, num_bits = settings["quant_method"] == "awq", settings.get("bits") or 0
-    form = settings.get("version" if is_awq else "checkpoint_format")
+    form = settings.get("version" if is_awq else "checkpoint_format") or settings.get("format")
     dim, order = (1, AWQ_ORDER) if is_awq else (0, ())
     zero_shift = ZERO_SHIFTS.get((str(settings["quant_method"]), str(form).lower()))
     for name, stored in index.items():

@@ -16,8 +16,9 @@ import drumline
 from coordinator import Coordinator
 from drumline import CheckpointError
 from drumline.checkpoint.safetensors_index import StoredTensor, TensorReader, read_index
+from drumline.checkpoint.source import CheckpointFiles
 from drumline.core.shards import Region
-from drumline.weight_formats.dequantized import METHODS
+from drumline.weight_formats.dequantized import METHODS, read_dequantized
 from tests.drumline.weight_formats.test_lora_adapter import make_adapter
 
 BLOCK = 16
@@ -213,6 +214,8 @@ def test_packed_integers_are_unpacked_by_their_owner(checkpoints, on_master, tmp
     [
         ("gptq", {"desc_act": True}, -1),
         ("gptq", {"checkpoint_format": "gptq_v2"}, 0),
+        ("gptq", {"format": "gptq_v2"}, 0),
+        ("gptq", {"format": "gptq_v2", "checkpoint_format": "gptq"}, -1),
         ("awq", {"version": "gemm"}, 0),
     ],
 )
@@ -444,6 +447,7 @@ def rotated(*locations):
             "up_proj",
         ),
         ({**GPTQ, "desc_act": True}, to_gptq, "up_proj"),
+        ({**GPTQ, "desc_act": False, "format": "marlin"}, to_gptq, "up_proj"),
         (PACKED_KINDS["awq"], to_gelu_scales, "gate_proj.scales"),
         (rotated("input", "weight_input"), packed_with(), "transform_config rotates"),
         (PACKED, bytes_with(g_idx=torch.zeros(32, dtype=torch.int32)), "up_proj"),
@@ -470,6 +474,20 @@ def test_zeros_that_do_not_fill_their_words_are_refused():
     index = {f"up.{part}": StoredTensor("a", 0, *form) for part, form in shapes.items()}
     with pytest.raises(CheckpointError, match=r"up\.qweight"):
         list(METHODS["gptq"](Path("a"), index, {**GPTQ, "group_size": 32}))
+
+
+@pytest.mark.parametrize(("form", "zero"), [("gptq", 1.0), ("gptq_v2", 0.0)])
+def test_settings_of_gptq_are_read_from_an_object_of_transformers(tmp_path, form, zero):
+    """It has members of an Enum, of which none was a method that is known."""
+    parts = to_gptq("up_proj.weight", None)
+    save_file(parts, tmp_path / "a.safetensors")
+    quantization = transformers.GPTQConfig(4, group_size=GROUP, format=form)
+    config = transformers.LlamaConfig(quantization_config=quantization)
+    source = CheckpointFiles(tmp_path, read_index(tmp_path), (0,), config)
+    source = read_dequantized(source, torch.float32)
+    with TensorReader(tmp_path) as reader:
+        found = reader.box(source.index["up_proj.weight"], Region((0, 0), (64, 32)))
+    assert (found == -zero).all()
 
 
 @pytest.mark.parametrize("rows", [16, 8])
