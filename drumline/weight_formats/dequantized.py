@@ -54,7 +54,7 @@ BLOCK_SIZES = ("weight_block_size", "block_structure")
 MAX_BLOCK_DIMS = 2
 TRANSFORMS_OF_WEIGHTS = {"weight_input", "weight_output"}
 """Locations of rotations that are in the stored weights."""
-OF_ACTIVATIONS = ("activation_scale", "input_scale", "output_scale", ".k_scale", ".v_scale")
+OF_ACTIVATIONS = ("activation_scale", "input_scale", ".output_scale", ".k_scale", ".v_scale")
 """Endings of the names of scales that no weight has."""
 
 

@@ -468,6 +468,15 @@ def test_what_is_not_known_or_lacks_scales_is_named(
         assert isinstance(error, CheckpointError) and problem in str(error)
 
 
+def test_a_parameter_of_the_model_is_no_scale_of_activations():
+    """Gemma3n has it, and it was dropped as if the model had no such tensor."""
+    names = ["altup.correct_output_scale", "k_proj.output_scale"]
+    index = {name: StoredTensor("a", 0, "F32", (64,)) for name in names}
+    config = transformers.LlamaConfig(quantization_config=FP8)
+    source = CheckpointFiles(Path("a"), index, (0,), config)
+    assert [*read_dequantized(source, torch.float32).index] == names[:1]
+
+
 def test_zeros_that_do_not_fill_their_words_are_refused():
     """Those of the last four of 60 rows are in no word, and were read behind the last one."""
     shapes = {"qweight": ("I32", (4, 60)), "qzeros": ("I32", (1, 7)), "scales": ("F32", (1, 60))}
