@@ -21,7 +21,7 @@ from drumline.planner.memory import cluster_memory, limit_memory
 from drumline.planner.model_profile import profile_model
 from drumline.planner.plan import plan
 from drumline.strategies.existing_model import dispatch
-from drumline.strategies.load import load
+from drumline.strategies.load import checkpoint_dtype, load
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -121,7 +121,7 @@ def load_checkpoint_and_dispatch(
 
     In a launch of one rank, or without a device map, it is Accelerate's. In a launch of several it
     spreads the model over all ranks as dispatch_model does, each reading its own part of a
-    safetensors checkpoint only; a transformers model is loaded by `drumline.load`.
+    safetensors checkpoint only; a transformers model is loaded by `drumline.load`, with its config.
     """
     if device_map is None or not _is_over_ranks(device_map):
         return accelerate_api.function("load_checkpoint_and_dispatch")(
@@ -133,9 +133,14 @@ def load_checkpoint_and_dispatch(
         load_checkpoint_and_dispatch, supported, model, checkpoint, device_map, *args, **kwargs
     )
     kind, get = type(model), arguments.get
-    memory, folder = get("max_memory"), get("offload_folder")
+    memory, folder, dtype = get("max_memory"), get("offload_folder"), get("dtype")
+    if isinstance(device_map, DeviceMap):
+        device_map = device_map.places
     if hasattr(kind, "config_class"):
-        return load(checkpoint, device_map, max_memory=memory, dtype=get("dtype"), cls=kind)
+        options = {"max_memory": memory, "dtype": dtype, "cls": kind, "config": model.config}
+        return load(checkpoint, device_map, **options)
+    if dtype is not None:
+        model = model.to(checkpoint_dtype(dtype, None))
     options = {"max_memory": memory, "no_split_module_classes": get("no_split_module_classes")}
     return dispatch(model, device_map, checkpoint=checkpoint, offload_dir=folder, **options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import threading
 
@@ -279,6 +280,40 @@ def test_a_transformers_model_on_meta_is_loaded_over_ranks(checkpoints):
             return spread.generate(ids, max_new_tokens=5, do_sample=False)
 
     assert torch.equal(over_ranks(rank, 2), plain.generate(ids, max_new_tokens=5, do_sample=False))
+
+
+def test_a_transformers_model_keeps_its_own_config_over_ranks(checkpoints):
+    """It was that of the checkpoint, which said of other layers and another base of positions."""
+    plain, path = checkpoints.llama()
+    config = copy.deepcopy(plain.config)
+    config.num_hidden_layers, config.rope_parameters["rope_theta"] = 2, 100.0
+    expected, ids = type(plain).from_pretrained(path, config=config), torch.arange(3, 12)[None]
+
+    def rank():
+        with building, torch.device("meta"):
+            model = type(plain)(config)
+        sizes = {(0, "cpu"): 1 << 30, (1, "cpu"): 1 << 30}
+        device_map = drumline.infer_auto_device_map(model, max_memory=sizes)
+        found = drumline.load_checkpoint_and_dispatch(model, path, device_map, sizes)
+        with torch.no_grad(), found as spread:
+            return spread(ids).logits
+
+    assert torch.equal(over_ranks(rank, 2), expected(ids).logits)
+
+
+def test_weights_are_loaded_into_a_module_as_the_dtype_that_is_given(tmp_path):
+    plain = three(False)
+    safetensors.torch.save_file(plain.state_dict(), tmp_path / "model.safetensors")
+
+    def rank():
+        with building:
+            model = three(False)
+        given = {"dtype": "float64"}
+        found = drumline.load_checkpoint_and_dispatch(model, tmp_path, MAPS[0], **given)
+        with torch.no_grad(), found as spread:
+            return spread(INPUT.double())
+
+    assert torch.equal(over_ranks(rank), three(False).double()(INPUT.double()))
 
 
 def test_in_one_process_it_is_the_dispatch_of_accelerate(tmp_path):
