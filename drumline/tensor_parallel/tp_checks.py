@@ -37,7 +37,7 @@ def check_specs(
     model: nn.Module, styles: Styles, specs: Mapping[str, tuple[ShardSpec, ...]], size: int
 ) -> None:
     """Raise PlanError if the shards that the styles lead to would give another result."""
-    _check_reductions(styles, specs)
+    _check_reductions(model, styles, specs)
     for name, style in styles.items():
         if style == "rowwise" and styles.get(name.rpartition(".")[0]) == "moe_tp_experts":
             _check_alignment(model, name, size)
@@ -179,15 +179,21 @@ def _check_experts(model: nn.Module, styles: Styles, size: int) -> None:
         )
 
 
-def _check_reductions(styles: Styles, specs: Mapping[str, tuple[ShardSpec, ...]]) -> None:
+def _check_reductions(
+    model: nn.Module, styles: Styles, specs: Mapping[str, tuple[ShardSpec, ...]]
+) -> None:
     """An output that every rank computes in full must not be summed."""
-    for name, style in styles.items():
-        if style in tp_plan.REDUCING and not any(
-            specs[p] for p in specs if p.startswith(f"{name}.")
-        ):
+    modules = {name for name, _ in model.named_modules()}
+    for name in (name for name, style in styles.items() if style in tp_plan.REDUCING):
+        inside = [p for p in specs if p.startswith(f"{name}.")]
+        own = [p for p in inside if p.rpartition(".")[0] == name]
+        summed = [n for n in modules if n.startswith(f"{name}.") and styles.get(n) in tp_plan.SUMS]
+        whole = [p for p in own if p.endswith("bias") and not specs[p]] + sorted(summed)
+        if whole or not any(specs[p] for p in inside):
+            why = f"{whole[0]} gives all of them the same" if whole else "nothing in it is sharded"
             raise PlanError(
-                f"{name} is {style!r}, which sums the outputs of all ranks, and nothing in it is "
-                "sharded, so the sum would be too large; shard its parameters too, or leave it out."
+                f"{name} is {styles[name]!r}, which sums the outputs of all ranks, and {why}, so "
+                "the sum would be too large; shard its parameters too, or leave it out."
             )
 
 

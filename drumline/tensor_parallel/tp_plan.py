@@ -42,6 +42,8 @@ TIED_STYLES = {
 """By style of a head or an embedding: the style of the other that shards their tensor equally."""
 
 REDUCING = ("moe_tp_experts", "all_reduce", "ep_dispatch_experts")
+SUMS = (*REDUCING, *ROW, "packed_rowwise", "embedding_rowwise")
+"""Styles of modules whose outputs are sums over all ranks."""
 MODULE_STYLES = (*COLUMN, *ROW, *PACKED, *EMBEDDING)
 ALL_STYLES = (*COLUMN, *ROW, *PACKED, *EMBEDDING, *EXPERT_PARALLEL, *UNSHARDED)
 

@@ -853,12 +853,22 @@ def test_a_plan_that_cannot_be_followed_is_refused(plan, says):
         read_plan(Mlp(), plan)
 
 
+ATTENTION = {
+    **{f"model.layers.*.self_attn.{n}_proj": "colwise" for n in "qkv"},
+    "model.layers.*.self_attn.o_proj": "rowwise",
+}
+
+
 @pytest.mark.parametrize(
     ("styles", "says"),
     [
         ({"lm_head": "colwise"}, "'colwise_gather_output'"),
         ({"model.norm": "colwise"}, "is a MixtralRMSNorm.*for Linear"),
         ({"model.layers.*.mlp.experts": "moe_tp_experts"}, "nothing in it is sharded"),
+        (
+            {**ATTENTION, "model.layers.*.self_attn": "all_reduce"},
+            r"0\.self_attn is 'all_reduce'.*self_attn\.o_proj gives all of them the same",
+        ),
         ({"model.layers.*.mlp.experts": "ep_dispatch_experts"}, "other experts than they have"),
         ({"model.layers.*.mlp.experts.down_proj": "grouped_gemm"}, "other experts than they have"),
         (
@@ -866,7 +876,7 @@ def test_a_plan_that_cannot_be_followed_is_refused(plan, says):
             "self_attn.q_proj is sharded into heads and .*k_proj is not .whole.",
         ),
         (
-            {f"model.layers.*.self_attn.{n}_proj": "colwise" for n in "qkv"},
+            {name: style for name, style in ATTENTION.items() if style == "colwise"},
             r"q_proj \(colwise\) gives 32 features and .*o_proj \(whole\) takes 32",
         ),
     ],
@@ -876,6 +886,18 @@ def test_a_plan_that_would_compute_something_else_is_refused(styles, says):
         model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES))
     with pytest.raises(PlanError, match=says):
         shard_specs(model, read_plan(model, styles), 2)
+
+
+def test_a_bias_of_experts_that_would_be_added_once_for_each_rank_is_refused():
+    with torch.device("meta"):
+        config = transformers.MixtralConfig(**{**SIZES, "intermediate_size": 64})
+        model = transformers.MixtralForCausalLM(config)
+    styles = read_plan(model, "auto")
+    assert shard_specs(model, styles, 2)
+    for layer in model.model.layers:
+        layer.mlp.experts.down_proj_bias = nn.Parameter(torch.zeros(4, 32))
+    with pytest.raises(PlanError, match=r"experts\.down_proj_bias gives all of them the same"):
+        shard_specs(model, styles, 2)
 
 
 def test_gate_and_up_of_experts_in_one_tensor_are_sharded_in_one_way():
