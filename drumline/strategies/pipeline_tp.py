@@ -22,7 +22,7 @@ from drumline.checkpoint.model_tensors import named_tensors, tied_names
 from drumline.checkpoint.plan_executor import LoadStats
 from drumline.checkpoint.shard_loader import plan_on_all_ranks
 from drumline.core.consistency import check_same_on_all_ranks, model_facts, run_on_all_ranks
-from drumline.core.device_map import DeviceMap, Place
+from drumline.core.device_map import DeviceMap, Place, abbreviate_names
 from drumline.core.group_monitor import GroupMonitor, monitored_loading
 from drumline.core.mesh import Mesh, resolve_mesh
 from drumline.errors import PlanError
@@ -144,6 +144,11 @@ def _plan(coor: Coordinator, mesh: Mesh, sharded: ShardedModel, options: LoadOpt
     free_nbytes = _free_nbytes_by_stage(coor, mesh, sharded.device, options.max_memory)
     device_map: DeviceMap = run_on_all_ranks(coor, lambda: plan(parts, free_nbytes, mode))
     check_same_on_all_ranks(coor, {"plan": device_map.to_json(), **model_facts(model, model.dtype)})
+    if disk := [name for name, (_, device) in device_map.places.items() if device == "disk"]:
+        raise PlanError(
+            f"device_map puts {abbreviate_names(disk)} on disk, and ranks that shard a layer keep "
+            "their parts in memory; give the number of a stage, or leave out tp= and mesh=."
+        )
     return device_map
 
 

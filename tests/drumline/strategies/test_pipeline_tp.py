@@ -316,6 +316,7 @@ def test_replicas_of_stages_are_called_on_their_own(family, tmp_path, mesh):
         ({"mesh": {"pp": 2, "tp": 2}, "tp": 4}, "contradicts"),
         ({"mesh": {"pp": 2, "tp": 2}, "max_memory": [1 << 10] * 4}, "are missing in all"),
         ({"tp": 2, "max_memory": [1 << 30] * 4}, "would change nothing"),
+        ({"tp": 2, "device_map": {"": 0, "model.layers.1": (1, "disk")}}, r"layers\.1 on disk"),
     ],
 )
 def test_what_cannot_be_is_refused_on_every_rank(ranks, family, options, match):
