@@ -23,7 +23,7 @@ from drumline.planner.load_options import LoadOptions
 from drumline.planner.measure import measure_group_speeds, measure_speeds
 from drumline.strategies.pipeline_parallel import load_pipeline
 from drumline.strategies.pipeline_tp import load_pipeline_tp
-from drumline.strategies.plan_inputs import PlanInputs, collect_plan_inputs
+from drumline.strategies.plan_inputs import PlanInputs, collect_plan_inputs, has_computed
 from drumline.tensor_parallel.sharded_model import own_device, shard_checkpoint
 
 MIN_SPEEDUP = 1.1
@@ -58,7 +58,9 @@ def _candidates(
         inputs = collect_plan_inputs(coor, path, options)
         speeds = measure_speeds(coor, inputs.free_nbytes, inputs.checkpoint.dtype, options.backend)
         options = replace(options, speeds=speeds)
-        if options.cuda_graphs or options.gguf or not _have_own_devices(coor, inputs):
+        stays_packed = has_computed(inputs.checkpoint.files.index) and not options.dequantize
+        is_whole = options.cuda_graphs or options.gguf or stays_packed
+        if is_whole or not _have_own_devices(coor, inputs):
             return [options]
         groups = measure_group_speeds(coor, own_device(coor), inputs.checkpoint.dtype)
         sizes = _faster_sizes(inputs, groups, speeds)

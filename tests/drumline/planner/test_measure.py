@@ -29,6 +29,7 @@ from drumline.planner.measure import (
 from drumline.strategies import auto
 from tests.cases import soak
 from tests.drumline.conftest import LLAMA
+from tests.drumline.weight_formats.test_dequantized import GPTQ, quantized_folder, to_gptq
 
 
 def test_all_ranks_have_the_same_speeds_of_every_place_and_link(ranks):
@@ -272,6 +273,20 @@ def test_ranks_of_a_node_share_layers_where_that_is_faster(
     expected = plain.generate(torch.arange(3, 12)[None], max_new_tokens=6, do_sample=False)
     shared, tokens = on_two_ranks(path, ranks, **options)
     assert shared in sharing and tokens == expected.tolist()
+
+
+@pytest.mark.parametrize(("dequantize", "sharing"), [(False, 1), (True, 2)])
+def test_ranks_share_no_layers_whose_weights_stay_packed(
+    checkpoints, ranks, monkeypatch, tmp_path, dequantize, sharing
+):
+    """The checkpoint was opened once more for each number of ranks, to be refused there."""
+    _, path = checkpoints.llama()
+    folder, opened = quantized_folder(path, tmp_path / "gptq", to_gptq, GPTQ), []
+    load = auto.load_pipeline_tp
+    monkeypatch.setattr(auto, "measure_group_speeds", lambda *_: [FAST])
+    monkeypatch.setattr(auto, "load_pipeline_tp", lambda *args: opened.append(1) or load(*args))
+    assert on_two_ranks(folder, ranks, dequantize=dequantize)[0] == sharing
+    assert len(opened) == (2 if dequantize else 0)
 
 
 @pytest.mark.parametrize("speeds", [[FAST], []], ids=["shared", "whole"])
