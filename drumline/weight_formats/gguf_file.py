@@ -92,7 +92,7 @@ class GgufRows(ComputedTensor):
 
     @property
     def parts(self) -> Sequence[StoredTensor]:
-        return self.tensors if all(tensor.is_quantized for tensor in self.tensors) else ()
+        return self.tensors if any(tensor.is_quantized for tensor in self.tensors) else ()
 
     def compute(self, reader: TensorReader, region: Region, out: torch.Tensor) -> None:
         *at, columns = region.slices()

@@ -159,11 +159,16 @@ def test_blocks_stay_blocks_in_memory_and_in_the_plan(mixed, on_master, nprocs, 
     assert more - planned == dense - kept
 
 
-def test_experts_are_multiplied_one_by_one_in_their_blocks(checkpoints, on_master, tmp_path):
+@pytest.mark.parametrize("kind_of_up", ["Q6_K", "F16"])
+def test_experts_are_multiplied_one_by_one_in_their_blocks(
+    checkpoints, on_master, tmp_path, kind_of_up
+):
     """Each token made numbers of all experts of a layer, at once."""
     gguf = pytest.importorskip("gguf", reason="runs after `pip install gguf`")
     plain, _ = checkpoints.make("qwen3 moe of 256", "Qwen3MoeForCausalLM", **MIXTURE)
-    kinds = itertools.cycle(getattr(gguf.GGMLQuantizationType, n) for n in ("Q4_K", "Q6_K", "Q8_0"))
+    kinds = itertools.cycle(
+        getattr(gguf.GGMLQuantizationType, n) for n in ("Q4_K", kind_of_up, "Q8_0")
+    )
     generator = torch.Generator().manual_seed(4)
 
     def blocks_of(tensor):
