@@ -72,15 +72,18 @@ def allreduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
 def compare_lists(comm: Communicator, call: str, tensors: Tensors) -> None:
     """Raise on every rank, before anything moves, unless the lists are as long, of the same sizes.
 
-    For a list of several: what is wrong in a later one would show once the first has moved. On the
-    CPU alone, as in _compare_parts.
+    For a list of several: what is wrong in a later one would show once the first has moved.
     """
-    if comm.device.type != "cpu" or comm.world_size == 1 or len(tensors) < 2:
-        return
-    sizes = ", ".join(f"{flat_numel(tensor)} {tensor.dtype}" for tensor in tensors)
-    text = f"{len(tensors)} tensors ({crc32(sizes.encode()):08x}) of {sizes}"
-    rows = comm.allgather(text_to_tensor(text))
-    check_identical(comm, call, [tensor_to_text(row) for row in rows])
+    if len(tensors) > 1:
+        sizes = ", ".join(f"{flat_numel(tensor)} {tensor.dtype}" for tensor in tensors)
+        _compare(comm, call, f"{len(tensors)} tensors ({crc32(sizes.encode()):08x}) of {sizes}")
+
+
+def _compare(comm: Communicator, call: str, text: str) -> None:
+    """Raise on every rank if they describe other calls. On the CPU alone, as in _compare_parts."""
+    if comm.device.type == "cpu" and comm.world_size > 1:
+        rows = comm.allgather(text_to_tensor(text))
+        check_identical(comm, call, [tensor_to_text(row) for row in rows])
 
 
 def allreduce_coalesced(comm: Communicator, tensors: Tensors, op: Any) -> None:
@@ -221,7 +224,7 @@ def _reduce_scatter_rows(
 def gather(comm: Communicator, outs: Tensors, tensor: torch.Tensor, dst: int) -> None:
     """outs: on rank dst one for each rank, on the others none."""
     own = as_flat_input(tensor).view(-1)
-    _compare(comm, "gather", own, dst)
+    _compare_ends(comm, "gather", own, dst)
     rows = comm.gather(own, dst)
     if rows is not None:
         for out, part in zip(outs, rows, strict=True):
@@ -234,25 +237,18 @@ def scatter(comm: Communicator, out: torch.Tensor, rows: Tensors, src: int) -> N
     if comm.rank == src:
         stacked = torch.stack([as_flat_input(row).view(-1) for row in rows])
     with flattened(out) as whole:
-        _compare(comm, "scatter", whole, src)
+        _compare_ends(comm, "scatter", whole, src)
         comm.scatter(whole, stacked, src)
 
 
-def _compare(comm: Communicator, call: str, own: torch.Tensor, root: int) -> None:
+def _compare_ends(comm: Communicator, call: str, own: torch.Tensor, root: int) -> None:
     """Raise on every rank if they call with other numbers of elements, dtypes or roots.
 
     Where a collective's messages do not say so: they go from the root or to it, and a rank that
     only sends would hear of a mistake from none.
     """
-    if comm.device.type != "cpu" or comm.capabilities.compares_every_call or comm.world_size == 1:
-        return
-    facts = [own.numel(), _dtype_number(own), root]
-    rows = comm.allgather(torch.tensor(facts)).tolist()
-    check_identical(
-        comm,
-        call,
-        [f"{count} elements of dtype {dtype}, root {place}" for count, dtype, place in rows],
-    )
+    if not comm.capabilities.compares_every_call:
+        _compare(comm, call, f"{own.numel()} elements of {own.dtype}, root {root}")
 
 
 def alltoall(comm: Communicator, outs: Tensors, tensors: Tensors) -> None:
