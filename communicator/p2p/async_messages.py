@@ -11,6 +11,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -20,7 +21,8 @@ from communicator.calls.async_work import AsyncWork
 from communicator.p2p.deferred_p2p import DeferredMessages, Messenger
 from communicator.p2p.group_ranks import GroupRanks
 from communicator.p2p.p2p_engine import P2PEngine
-from communicator.p2p.p2p_messages import P2PGroup
+from communicator.p2p.p2p_messages import Members, P2PGroup
+from coordinator import Coordinator
 
 
 class HostMessages:
@@ -30,13 +32,8 @@ class HostMessages:
     """
 
     def __init__(self, backend: Backend) -> None:
-        connections = None
-        if backend.streams is None:
-            links = backend.coor.connections(timeout_s=backend.timeout_s)
-            connections = TcpStreams(links, silent_s(backend.coor))
-        self._backend = backend
-        self._group = P2PEngine(backend.coor, connections or backend.streams).all_ranks
-        self.close = close_at_exit(self._group, connections)
+        coor, self._backend = backend.coor, backend
+        self._group, self.close = _open(coor, coor, backend.streams, backend.timeout_s)
 
     def start(self, kind: str, tensor: torch.Tensor, peer: int) -> AsyncWork:
         self._group.timeout_s = self._backend.timeout_s
@@ -70,12 +67,16 @@ def open_p2p(members: GroupRanks, backend: Backend | None) -> tuple[P2PGroup | N
     """
     if members.world_size == 1:
         return None, lambda **_: None
-    coor, connections = members.coordinator(), None
-    if backend is None or backend.streams is None:
-        connections = TcpStreams(coor.connections(), silent_s(coor))
-        group = P2PEngine(members, connections).all_ranks
-    else:
-        group = P2PEngine(members, backend.streams).all_ranks
+    return _open(members.coordinator(), members, backend and backend.streams)
+
+
+def _open(
+    coor: Coordinator, members: Members, streams: Any, timeout_s: float | None = None
+) -> tuple[P2PGroup, Close]:
+    connections = None
+    if streams is None:
+        connections = TcpStreams(coor.connections(timeout_s=timeout_s), silent_s(coor))
+    group = P2PEngine(members, connections or streams).all_ranks
     return group, close_at_exit(group, connections)
 
 
