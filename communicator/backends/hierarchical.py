@@ -31,7 +31,7 @@ from communicator.backends.scheduled_collectives import (
     parts,
     row,
 )
-from communicator.backends.tagged_p2p import TaggedP2PBackend
+from communicator.backends.tagged_p2p import TaggedP2PBackend, as_bytes
 from communicator.backends.tcp import Tcp
 from communicator.calls.async_work import AsyncWork
 from communicator.calls.default_collectives import P2PCall, accumulator
@@ -236,7 +236,7 @@ class Hierarchical(ComparedByMessages):
                 self._write_result(result, column.reduce_parts(rows, _partial_op(op)), op)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        tensor, node = _bytes(tensor), self._node_of[src]
+        tensor, node = as_bytes(tensor), self._node_of[src]
 
         def give_to_node(segment: torch.Tensor) -> None:
             if node == self._node:
@@ -260,8 +260,8 @@ class Hierarchical(ComparedByMessages):
                 self._local.broadcast(tensor, 0)
 
     def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        tensor = _bytes(tensor)
-        out = _bytes(out).view(self.world_size, tensor.numel())
+        tensor = as_bytes(tensor)
+        out = as_bytes(out).view(self.world_size, tensor.numel())
         if out.nbytes <= LEADER_NBYTES:
             return self._allgather_by_leaders(out, tensor)
         numel, works = tensor.numel(), []
@@ -309,7 +309,9 @@ class Hierarchical(ComparedByMessages):
                 self._local.broadcast(flat[begin:end], place % len(self._node_ranks))
 
     def alltoall(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        out, tensor = (_bytes(rows).view(self.world_size, rows[0].nbytes) for rows in (out, tensor))
+        out, tensor = (
+            as_bytes(rows).view(self.world_size, rows[0].nbytes) for rows in (out, tensor)
+        )
         with self._failing_together("alltoall"):
             work = self._start(lambda: self._swap_between(out, tensor), tensor.nbytes)
             out[self._node_ranks] = self._local.alltoall(tensor[self._node_ranks])
@@ -448,11 +450,6 @@ def _segments(numel: int, itemsize: int) -> list[Slice]:
 def _partial_op(op: str) -> str:
     """The op of a step before the last: an average is divided once, at the end."""
     return "sum" if op == "avg" else op
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor of any dtype, which all backends move."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _accumulator(tensor: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
