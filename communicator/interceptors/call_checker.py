@@ -62,18 +62,15 @@ class CallChecker(Interceptor):
             is_joined = kwargs.get("dim") is not None or kwargs.get("sizes") is not None
             if self._number < self._count and not is_joined:  # those are made of others
                 self._backend.check_open(name)
-                if self._backend.is_capturing():
-                    self._announce_capture()
-                else:
-                    self._compare(self._describe(name, args, kwargs))
+                self._compare(lambda: self._describe(name, args, kwargs))
             return call(*args, **kwargs)
 
         return compared
 
     def compare_first(self, description: str) -> None:
         """Raise CommunicatorError unless all describe the same call, if it is a first one."""
-        if self._number < self._count and not self._backend.is_capturing():
-            self._compare(description)
+        if self._number < self._count:
+            self._compare(lambda: description)
 
     def decline(self, why: str) -> None:
         """Compare, in place of a call, that this rank makes none. Raises unless no rank does."""
@@ -107,7 +104,10 @@ class CallChecker(Interceptor):
             shape = OUT_SHAPE[name](self._backend.world_size, tensor.shape)
             self._backend.check_out(name, out, shape, tensor)
 
-    def _compare(self, description: str) -> None:
+    def _compare(self, describe: Callable[[], str]) -> None:
+        if self._backend.is_capturing():
+            return self._announce_capture()
+        description = describe()
         self._number += 1
         number, call = self._number, f"call {self._number}, {description}"
         try:

@@ -385,7 +385,8 @@ def test_a_capture_is_not_compared(path, ranks):
     assert ranks(body, 2) == [0, 0]
 
 
-def test_a_call_that_others_capture_raises_long_before_the_deadline(path, ranks):
+@pytest.mark.parametrize("name", ["allreduce", "gather"])
+def test_a_call_that_others_capture_raises_long_before_the_deadline(path, ranks, name):
     """Who captures compares nothing, so the rank that does not would wait for a word from it."""
 
     def body(info):
@@ -397,18 +398,18 @@ def test_a_call_that_others_capture_raises_long_before_the_deadline(path, ranks)
             if info.rank == 1:
                 comm._backend.is_capturing = lambda: True
                 with pytest.raises(ValueError, match="the tensor is on cpu"):  # by the library
-                    comm.allreduce(torch.ones(3))
+                    getattr(comm, name)(torch.ones(3))
             else:
                 start = time.monotonic()
-                words = r"rank 0: call 1, allreduce .* and rank 1 .*captured a call in a CUDA graph"
+                words = rf"rank 0: call 1, {name} .* and rank 1 .*captured a call in a CUDA graph"
                 with pytest.raises(CommunicatorError, match=words):
-                    comm.allreduce(torch.ones(3))
+                    getattr(comm, name)(torch.ones(3))
                 assert time.monotonic() - start < SOON_S
             coor.barrier()
             comm._backend.is_capturing = lambda: False
             if info.rank == 1:
                 with pytest.raises(CommunicatorError, match="outside of any capture"):
-                    comm.allreduce(torch.ones(3))
+                    getattr(comm, name)(torch.ones(3))
 
     ranks(body, 2)
 
