@@ -90,7 +90,10 @@ def dtypes_of(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, to
 
 
 def on_disk(
-    model: torch.nn.Module, weight_map: WeightMap, source: CheckpointFiles, dtype: torch.dtype
+    model: torch.nn.Module,
+    weight_map: WeightMap,
+    source: CheckpointFiles,
+    dtype: torch.dtype | None,
 ) -> Callable[[str, Mapping[str, torch.Tensor]], DiskWeights]:
     """A function that makes the readers of modules that stay on disk."""
     dtypes = dtypes_of(model, dtype)

@@ -6,8 +6,9 @@ model = dispatch(model, {"encoder": 0, "decoder": 1})
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,12 @@ from drumline.offload.prefetcher import DiskWeights, make_prefetcher
 from drumline.planner.memory import Memory, allowed_memory
 from drumline.planner.model_profile import is_inside, part_of_tensor, profile_model
 from drumline.planner.plan import plan
-from drumline.stages.stage_weights import LoadedStage, fill
-from drumline.strategies.pipeline_parallel import connect_stages
+from drumline.stages.stage_weights import LoadedStage, fill, on_disk
+from drumline.strategies.pipeline_parallel import check_offload, connect_stages
 
 Map = str | Mapping[str, Place | int | str] | DeviceMap
+Reader = Callable[[str, Mapping[str, torch.Tensor]], DiskWeights]
+"""Makes what reads a module's weights from disk, of its name and its tensors."""
 
 
 @short_traceback
@@ -55,7 +58,8 @@ def dispatch(
         values that the model has, if not given.
     no_split_module_classes: classes of modules that stay whole, see `profile_model`.
     offload_dir: where each rank writes those of its modules whose place is "disk", in safetensors
-        files of its own, which are read whenever the module runs; yours to delete afterwards.
+        files of its own, which are read whenever the module runs; yours to delete afterwards. With
+        a checkpoint they are read from its files, and nothing is written.
 
     Raises PlanError or CheckpointError on every rank before serving starts.
     """
@@ -67,13 +71,13 @@ def dispatch(
             coor, lambda: _planned(model, device_map, free_nbytes, no_split_module_classes)
         )
         check_same_on_all_ranks(coor, {"plan": placed.to_json(), "torch": torch.__version__})
+        reader: Reader = functools.partial(_write_to_disk, offload_dir, coor.rank)
         if checkpoint is not None:
-            for check in _fill(model, placed, coor, Path(checkpoint)).copy_checks:
+            files, reader = _fill(model, placed, coor, Path(checkpoint))
+            for check in files.copy_checks:
                 stack.enter_context(check)
         stage = run_on_all_ranks(
-            coor,
-            lambda: _keep_own(model, placed, coor.rank, offload_dir),
-            timings.TIMINGS.load_s,
+            coor, lambda: _keep_own(model, placed, coor.rank, reader), timings.TIMINGS.load_s
         )
         split = connect_stages(coor, stage, stack)
         return split if owner is None else owner.close_first(split)
@@ -106,11 +110,14 @@ def _parts(model: nn.Module, named: Collection[str]) -> ModelProfile:
     return profile_model(model, names=whole)
 
 
-def _fill(model: nn.Module, placed: DeviceMap, coor: Coordinator, path: Path) -> CheckpointFiles:
+def _fill(
+    model: nn.Module, placed: DeviceMap, coor: Coordinator, path: Path
+) -> tuple[CheckpointFiles, Reader]:
     """Read the tensors of this rank; ranks that do not see the files get them from the master."""
     has_files = coor.allgather_object(os.path.exists(path))
     readers = [rank if has else 0 for rank, has in enumerate(has_files)]
     files, _ = share_index(coor, path, lambda: readers)
+    run_on_all_ranks(coor, lambda: check_offload(files, placed, coor.rank))
     where = files.index, files.compared_by(coor.rank)
     pieces = run_on_all_ranks(
         coor, lambda: model_tensors.sources_by_name(model, *where), timings.TIMINGS.load_s
@@ -119,22 +126,18 @@ def _fill(model: nn.Module, placed: DeviceMap, coor: Coordinator, path: Path) ->
     everywhere = {name: pieces[first] for first in names for name in names[first]}
     weight_map = WeightMap(everywhere, frozenset(), frozenset())
     fill(model, weight_map, files, placed.places, None, coor, None)
-    return files
+    return files, on_disk(model, weight_map, files, None)
 
 
-def _keep_own(
-    model: nn.Module, placed: DeviceMap, rank: int, offload_dir: str | Path | None
-) -> LoadedStage:
+def _keep_own(model: nn.Module, placed: DeviceMap, rank: int, reader: Reader) -> LoadedStage:
     """This rank's tensors on their devices and all others on meta, whatever they were before."""
     own, runs_on, parts = placed.of(rank), placed.runs_on(rank), set(placed.places)
-    stays = [name for name, device in own.items() if device == "disk"]
-    if stays and offload_dir is None:
-        raise PlanError(
-            f"rank {rank}: {stays[:5]} are to stay on disk, but no folder is given; give "
-            "offload_dir=, or another place for them."
-        )
-    on_disk = {name: _write_to_disk(model, name, Path(offload_dir or "."), rank) for name in stays}
-    filed = {f"{part}.{name}" for part, reader in on_disk.items() for name in reader.shapes}
+    readers = {
+        name: reader(name, dict(model_tensors.named_tensors(model.get_submodule(name))))
+        for name, device in own.items()
+        if device == "disk"
+    }
+    filed = {f"{part}.{name}" for part, weights in readers.items() for name in weights.shapes}
     new: dict[int, torch.Tensor] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         owner = part_of_tensor(name, parts)
@@ -146,16 +149,22 @@ def _keep_own(
     model_tensors.replace_tensors(model, new)
     away = {name: own[name] for name in offloaded_modules(placed, rank)}
     where = torch.device(placed.device_of(rank))
-    prefetcher = make_prefetcher(model, away, where, lambda name, tensors: on_disk[name])
+    prefetcher = make_prefetcher(model, away, where, lambda name, tensors: readers[name])
     install_device_hooks(model, placed, rank, prefetcher)
     return LoadedStage(model, placed, prefetcher)
 
 
-def _write_to_disk(model: nn.Module, name: str, folder: Path, rank: int) -> DiskWeights:
+def _write_to_disk(
+    offload_dir: str | Path | None, rank: int, name: str, tensors: Mapping[str, torch.Tensor]
+) -> DiskWeights:
     """Write the weights of a module into a file; returns what reads them from there."""
-    tensors = dict(model_tensors.named_tensors(model.get_submodule(name)))
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{name}.rank{rank}.safetensors"
+    if offload_dir is None:
+        raise PlanError(
+            f"rank {rank}: {name} is to stay on disk, but no folder is given; give offload_dir=, "
+            "or another place for it."
+        )
+    Path(offload_dir).mkdir(parents=True, exist_ok=True)
+    file = Path(offload_dir, f"{name}.rank{rank}.safetensors")
     on_cpu = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
     safetensors_api.write_file(on_cpu, file)
     files = CheckpointFiles(file, read_index(file), [0])

@@ -112,7 +112,7 @@ def _load_weights(
 ) -> LoadedStage:
     """The model with this rank's part of the weights, streamed if that is possible."""
     dtype = checkpoint.dtype
-    run_on_all_ranks(coor, lambda: _check_offload(checkpoint.files, device_map, coor.rank))
+    run_on_all_ranks(coor, lambda: check_offload(checkpoint.files, device_map, coor.rank))
     empty = run_on_all_ranks(
         coor, lambda: _build_empty(checkpoint, device_map, coor.rank, options.rest)
     )
@@ -181,7 +181,7 @@ def _place(stage: LoadedStage, weight_map: WeightMap, checkpoint: Checkpoint, ra
     install_device_hooks(model, device_map, rank, stage.prefetcher)
 
 
-def _check_offload(source: CheckpointFiles, device_map: DeviceMap, rank: int) -> None:
+def check_offload(source: CheckpointFiles, device_map: DeviceMap, rank: int) -> None:
     """Raise for weights that have to be read while they run, on a rank without the files."""
     stays = [name for name, device in device_map.of(rank).items() if device == "disk"]
     if stays and rank in source.blind:

@@ -197,19 +197,26 @@ def test_a_module_in_training_mode_is_in_evaluation_mode_on_all_ranks():
 ON_DISK = {"linear1": "disk", "batchnorm": (1, "disk"), "linear2": 2, "linear3": "cpu", "shift": 0}
 
 
-@pytest.mark.parametrize("is_stored", [False, True])
-def test_modules_of_any_rank_stay_on_disk_and_are_read_when_they_run(is_stored, tmp_path):
+@pytest.mark.parametrize("kind", ["own", "other", "meta"])
+def test_modules_of_any_rank_stay_on_disk_and_are_read_when_they_run(kind, tmp_path):
+    """With a checkpoint, whose weights they have, whatever the model has had before."""
     plain = three(False)
-    safetensors.torch.save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    checkpoint = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(plain.state_dict(), checkpoint)
     folder = tmp_path / "offload"
+    folder.mkdir()
 
     def rank():
         with building:
             model = three(False)
+            if kind == "other":
+                model = Three().eval()
+            elif kind == "meta":
+                with accelerate.init_empty_weights():
+                    model = Three().eval()
         with torch.no_grad():
-            if is_stored:
+            if kind != "own":
                 given = {"offload_folder": folder, "preload_module_classes": ["Three"]}
-                checkpoint = tmp_path / "model.safetensors"
                 drumline.load_checkpoint_and_dispatch(model, checkpoint, ON_DISK, **given)
             else:
                 drumline.dispatch_model(model, ON_DISK, offload_dir=folder)
@@ -219,10 +226,9 @@ def test_modules_of_any_rank_stay_on_disk_and_are_read_when_they_run(is_stored, 
 
     for found in over_ranks(rank):
         assert torch.equal(found, plain(INPUT))
-    assert sorted(file.name for file in folder.iterdir()) == [
-        "batchnorm.rank1.safetensors",
-        "linear1.rank0.safetensors",
-    ]
+    written = ["batchnorm.rank1.safetensors", "linear1.rank0.safetensors"]
+    found = sorted(file.name for file in folder.iterdir())
+    assert found == (written if kind == "own" else [])
 
 
 def test_a_weight_whose_columns_lie_together_stays_on_disk_too(tmp_path):
