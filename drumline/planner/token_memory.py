@@ -22,7 +22,7 @@ from torch import nn
 from coordinator import Coordinator
 from drumline.contact import caches
 from drumline.contact.cache_layers import window_tokens
-from drumline.contact.loading.configs import without_quantization
+from drumline.contact.loading.configs import implementations_of, without_quantization
 from drumline.contact.passes import text_inputs
 from drumline.core.consistency import run_and_share
 from drumline.core.device_map import ModelProfile, ModulePart
@@ -87,7 +87,7 @@ def token_memory(
     if not length:
         return TokenMemory()
     config = without_quantization(config)
-    key = _Key(kind, config.to_json_string(), config)
+    key = _Key(kind, config.to_json_string() + implementations_of(config), config)
     return _remembered(key, dtype, _names(parts), batch, length)
 
 

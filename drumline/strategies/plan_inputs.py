@@ -19,7 +19,7 @@ from drumline.checkpoint.json_files import gguf_path
 from drumline.checkpoint.safetensors_index import ComputedTensor, Index
 from drumline.checkpoint.source import Checkpoint, CheckpointFiles
 from drumline.checkpoint.weight_map import WeightMap, map_weights
-from drumline.contact.loading.configs import without_quantization
+from drumline.contact.loading.configs import with_implementations, without_quantization
 from drumline.core.consistency import run_on_all_ranks
 from drumline.core.device_map import DeviceMap, ModelProfile, Place
 from drumline.errors import CheckpointError
@@ -70,7 +70,8 @@ def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOption
     files, model, parts = run_on_all_ranks(coor, lambda: sized_model(checkpoint, options))
     checkpoint = replace(checkpoint, files=files)
     _check_is_stored(checkpoint, model)
-    config, sizes = checkpoint.config, (options.pass_batch, options.length)
+    config = with_implementations(checkpoint.config, options.rest)
+    sizes = options.pass_batch, options.length
     measure = functools.partial(token_memory, checkpoint.kind, config, dtype, parts, *sizes)
     memory = shared_token_memory(coor, checkpoint.kind, measure)
     parts = with_tokens(parts, memory.of_batch(options.batch, options.pass_batch))

@@ -64,6 +64,21 @@ def experts_of(config: Any) -> str:
     return str(getattr(config, "_experts_implementation", None) or "eager")
 
 
+def with_implementations(config: Any, options: Mapping[str, Any]) -> Any:
+    """A copy of the config with the attention and experts that options of from_pretrained name."""
+    own = copy.deepcopy(config)
+    for name in ("attn_implementation", "experts_implementation"):
+        if options.get(name) is not None:
+            setattr(own, f"_{name}", options[name])
+    return own
+
+
+def implementations_of(config: Any) -> str:
+    """The attention and experts of the config and of those in it, which its JSON leaves out."""
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    return str([(attention_of(part), experts_of(part)) for part in parts if part is not None])
+
+
 def read_generation_settings(path: str | Path, is_in_config: bool = False) -> Any:
     """The generation settings of a folder; is_in_config: those of older ones, in config.json."""
     older = {"config_file_name": "config.json", "_from_model_config": True}

@@ -10,11 +10,13 @@ import torch
 import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from coordinator import Coordinator
 from drumline.contact import caches
 from drumline.core.meta_pass import MetaPass
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.model_profile import build_on_meta, decode_profile, profile_model
 from drumline.planner.token_memory import TokenMemory, token_memory, with_tokens
+from drumline.strategies.plan_inputs import collect_plan_inputs
 from tests.cases import soak_all
 from tests.drumline.test_families import CAUSAL, STATES, UNUSUAL
 from tests.drumline.tiny_configs import tiny_config
@@ -244,3 +246,16 @@ def test_what_sequences_keep_is_planned_without_a_pass_over_all_of_them():
     assert 8 * max(planned.active.values()) < max(all_of_them.active.values())
     assert LoadOptions(batch=32, length=LENGTH).pass_batch == 32
     assert LoadOptions(batch=2, length=1, pass_tokens=9).pass_batch == 2
+
+
+def test_the_attention_that_is_asked_for_is_planned(checkpoints):
+    """An eager one keeps the scores of all tokens for a moment: 64 MiB here for each layer."""
+    _, path = checkpoints.llama()
+
+    def workspace(**rest: Any) -> int:
+        options = LoadOptions(length=1024, max_memory=["9GiB"], rest=rest)
+        with Coordinator() as coor:
+            return collect_plan_inputs(coor, path, options).parts.workspace_nbytes
+
+    scores = 4 * 1024 * 1024 * 4
+    assert workspace(attn_implementation="eager") > workspace() + scores
