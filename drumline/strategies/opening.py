@@ -249,12 +249,17 @@ def _without(checkpoint: Checkpoint, names: Sequence[str]) -> Checkpoint:
     return replace(checkpoint, files=replace(checkpoint.files, index=index))
 
 
-def checkpoint_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:
-    """The dtype that is asked for, otherwise that of the checkpoint."""
+def checkpoint_dtype(
+    dtype: torch.dtype | str | None, config: Any, index: Index | None = None
+) -> torch.dtype:
+    """The dtype that is asked for, otherwise that of the checkpoint: of its config, or, as in
+    transformers, of its first weights in a floating dtype that models can have."""
     kind: type[DrumlineError] = PlanError
     source = ""
     if dtype in (None, "auto"):
-        dtype = getattr(config, "dtype", None) or torch.float32
+        stored = (tensor.torch_dtype for tensor in (index or {}).values())
+        floats = (one for one in stored if one.is_floating_point and one.itemsize > 1)
+        dtype = getattr(config, "dtype", None) or next(floats, torch.float32)
         kind, source = CheckpointError, "config.json: "
     resolved = getattr(torch, str(dtype).removeprefix("torch."), None)
     usual = resolved in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -302,7 +307,7 @@ def _described(
     own = remote_class(files.path, files.config) if options.trust_remote_code else None
     kind = options.cls or own or model_class(files.config)
     options.check_rest(kind)
-    dtype = checkpoint_dtype(options.dtype, files.config)
+    dtype = checkpoint_dtype(options.dtype, files.config, files.index)
     if computes:
         files = weight_format("dequantized").read_dequantized(files, dtype)
     settings = None if generation is None else generation_settings_from_fields(generation)

@@ -18,6 +18,7 @@ from drumline.checkpoint.empty_model import load_shard
 from drumline.checkpoint.safetensors_index import read_index
 from drumline.cli import main
 from drumline.planner.model_profile import model_class
+from drumline.strategies.opening import checkpoint_dtype
 
 KEY = "model.layers.0.self_attn.q_proj.weight"
 
@@ -89,6 +90,16 @@ def test_a_checkpoint_loads_as_from_pretrained_loads_it(folder, on_master, chang
     plain = logits(AutoModelForCausalLM.from_pretrained(folder))
     assert torch.equal(plain, wanted) == (change is not stale_copy)
     assert torch.equal(on_master(folder, 2, logits), wanted)
+
+
+def test_weights_of_a_config_without_a_dtype_keep_theirs(folder, on_master):
+    """They took twice their memory, as float32."""
+    LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    configured(folder, dtype=None)
+    plain = LlamaForCausalLM.from_pretrained(folder)
+    assert plain.dtype == torch.bfloat16
+    assert torch.equal(on_master(folder, 2, logits), logits(plain))
+    assert checkpoint_dtype(None, transformers.LlamaConfig()) == torch.float32
 
 
 @pytest.mark.parametrize("has_files", [True, False])
