@@ -63,6 +63,16 @@ def map_weights(model: Any, index: Index) -> WeightMap:
     return WeightMap(slices, frozenset(missing), frozenset(surplus))
 
 
+def stored_ties(model: Any, index: Index) -> dict[str, str]:
+    """The stored keys of tensors that transformers ties, by their names in the model."""
+    ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    if not ties:
+        return {}
+    mapping, names = KeyMapping(model, dict(named_tensors(model))), {*ties, *ties.values()}
+    renamed = {mapping.rename(key)[0]: key for key in sorted(index, reverse=True)}
+    return {name: renamed[name] for name in names & renamed.keys()}
+
+
 def merge_tied_names(model: Any, slices: Mapping[str, tuple[SourceSlice, ...]]) -> dict[str, Any]:
     """The pieces of tied tensors once, under their first name, from any of their names."""
     names = tied_names(model)

@@ -33,6 +33,7 @@ from drumline.checkpoint.source import (
     config_from_json,
     share_index,
 )
+from drumline.checkpoint.weight_map import stored_ties
 from drumline.contact.loading.configs import generation_settings_from_fields
 from drumline.contact.loading.hub import is_hub_id, local_folder
 from drumline.contact.loading.models import why_not_quantized
@@ -239,8 +240,10 @@ def _tied_copies(checkpoint: Checkpoint) -> list[str]:
     if not same:
         return []
     model = build_on_meta(checkpoint.kind, checkpoint.config, checkpoint.dtype)
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    return [n for n, source in tied.items() if same.get(n, n) == same.get(source, source)]
+    keys = stored_ties(model, index)
+    firsts = {name: same.get(key, key) for name, key in keys.items()}
+    ties = [(name, source) for name, source in model.all_tied_weights_keys.items() if name in keys]
+    return [keys[name] for name, source in ties if firsts[name] == firsts.get(source)]
 
 
 def _without(checkpoint: Checkpoint, names: Sequence[str]) -> Checkpoint:

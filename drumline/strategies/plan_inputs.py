@@ -18,7 +18,7 @@ from coordinator import Coordinator
 from drumline.checkpoint.json_files import gguf_path
 from drumline.checkpoint.safetensors_index import ComputedTensor, Index
 from drumline.checkpoint.source import Checkpoint, CheckpointFiles
-from drumline.checkpoint.weight_map import WeightMap, map_weights
+from drumline.checkpoint.weight_map import WeightMap, map_weights, stored_ties
 from drumline.contact.loading.configs import with_implementations, without_quantization
 from drumline.core.consistency import run_on_all_ranks
 from drumline.core.device_map import DeviceMap, ModelProfile, Place
@@ -106,7 +106,8 @@ def sized_model(
         files = weight_format("gguf_file").read_gguf_weights(files, model, dtype)
     if has_computed(files.index):
         keep_packed(model, map_weights(model, files.index), files, dtype, options)
-    parts = model_profile.profile_model(model, None, None, tensor_nbytes, files.index)
+    stored = stored_ties(model, files.index)
+    parts = model_profile.profile_model(model, None, None, tensor_nbytes, stored)
     return files, model, parts
 
 

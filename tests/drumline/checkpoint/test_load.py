@@ -146,11 +146,12 @@ def test_weights_that_stay_in_float32_are_planned_at_that_size(checkpoints, on_m
     assert loaded == {torch.float16, torch.float32} and planned == nbytes
 
 
+@pytest.mark.parametrize("prefix", ["model.", ""])
 def test_a_tied_head_that_is_stored_too_is_planned_as_it_is_loaded(
-    checkpoints, on_master, tmp_path
+    checkpoints, on_master, tmp_path, prefix
 ):
     """transformers ties no two weights that are both in the files and differ; one that equals the
-    other was loaded beside it."""
+    other was loaded beside it. The names in the files may be others than in the model."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "tie_word_embeddings": True}
     _, path = checkpoints.make("tied llama", "LlamaForCausalLM", **sizes)
@@ -161,18 +162,23 @@ def test_a_tied_head_that_is_stored_too_is_planned_as_it_is_loaded(
         own = model.lm_head.weight.clone()
         return nbytes, sum(model.device_map.nbytes.values()), own
 
+    def stored_tensors():
+        tensors = load_file(path / "model.safetensors")
+        return {name.replace("model.", prefix): tensor for name, tensor in tensors.items()}
+
+    embedding = f"{prefix}embed_tokens.weight"
     tied_nbytes, *_ = on_master(path, 1, work)
     for difference in (0, 1):
-        tensors = load_file(path / "model.safetensors")
-        head = tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + difference
+        tensors = stored_tensors()
+        head = tensors["lm_head.weight"] = tensors[embedding] + difference
         save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
         nbytes, planned, stored_head = on_master(tmp_path, 1, work)
         described = describe_checkpoint(tmp_path, LoadOptions())
         parts = sized_model(described, LoadOptions())[2]
         assert planned == nbytes == parts.nbytes == tied_nbytes + difference * head.nbytes
         assert torch.equal(stored_head, head)
-    stored = load_file(path / "model.safetensors")
-    stored |= {"a": head.clone(), "lm_head.weight": stored["model.embed_tokens.weight"].clone()}
+    stored = stored_tensors()
+    stored |= {"a": head.clone(), "lm_head.weight": stored[embedding].clone()}
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})  # one more of their shape
     assert "lm_head.weight" not in describe_checkpoint(tmp_path, LoadOptions()).files.index
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
