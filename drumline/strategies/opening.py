@@ -143,7 +143,7 @@ def folder_on_all_ranks(
     def fetch() -> tuple[Path | None, T | None]:
         if not coor.is_master():
             return None, None
-        folder = local_folder(path, options.get("revision"), options.get("gguf_file"))
+        folder = local_folder(path, options.get("revision"), options.get("gguf_file"), options)
         return folder if is_hub_id(path) else None, use(folder)
 
     (_, result), folders = run_and_share(
@@ -160,7 +160,8 @@ def _find_files(
     fetches = coor.is_master() and is_hub_id(path)
 
     def look() -> tuple[str, bool]:
-        folder = local_folder(path, options.revision, options.gguf_file) if fetches else Path(path)
+        where = path, options.revision, options.gguf_file, options.rest
+        folder = local_folder(*where) if fetches else Path(path)
         return str(folder) if fetches else "", _has_files(folder, options)
 
     _, looks = run_and_share(coor, look, list, timeout_s=timings.TIMINGS.load_s)

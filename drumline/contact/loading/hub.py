@@ -15,9 +15,10 @@ import os
 import re
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from drumline.errors import CheckpointError
 
@@ -27,6 +28,8 @@ PATTERNS = (WEIGHTS, "*.json", "*.jinja", "*.model", "*.txt", "*.py")
 """What a model is made of; other formats of the same weights stay where they are."""
 COPIES = ("*/*.safetensors", "consolidated*.safetensors")
 """The same weights once more, by names that their makers' own code has: gpt-oss, Mistral."""
+DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token")
+"""Those of from_pretrained that say how files come from the Hub."""
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 
@@ -35,13 +38,19 @@ def is_hub_id(path: str | Path) -> bool:
     return bool(ID.fullmatch(str(path))) and not os.path.exists(path)
 
 
-def local_folder(path: str | Path, revision: str | None = None, gguf: str | None = None) -> Path:
+def local_folder(
+    path: str | Path,
+    revision: str | None = None,
+    gguf: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Path:
     """The folder of a checkpoint on this machine; what the Hub alone has is downloaded first.
 
-    revision: a branch, tag or commit of the Hub. gguf: the name of a GGUF file in it. Blocks until
-    all files are there. Raises CheckpointError for what neither this machine nor the Hub has.
+    revision: a branch, tag or commit of the Hub. gguf: the name of a GGUF file in it. options: of
+    from_pretrained, of which DOWNLOAD_OPTIONS hold. Blocks until all files are there. Raises
+    CheckpointError for what neither this machine nor the Hub has.
     """
-    return _downloaded(path, revision, [gguf] if gguf else [*PATTERNS])
+    return _downloaded(path, revision, [gguf] if gguf else [*PATTERNS], options)
 
 
 @contextlib.contextmanager
@@ -72,14 +81,24 @@ def folder_of_headers(
         yield copy
 
 
-def _downloaded(path: str | Path, revision: str | None, patterns: list[str]) -> Path:
+def _downloaded(
+    path: str | Path,
+    revision: str | None,
+    patterns: list[str],
+    options: Mapping[str, Any] | None = None,
+) -> Path:
     if not is_hub_id(path):
         return Path(path)
     from huggingface_hub import snapshot_download  # not needed for a folder
 
+    settings = {name: value for name, value in (options or {}).items() if name in DOWNLOAD_OPTIONS}
     with _explained(path):
         folder = snapshot_download(
-            str(path), revision=revision, allow_patterns=patterns, ignore_patterns=[*COPIES]
+            str(path),
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=[*COPIES],
+            **settings,
         )
     return Path(folder)
 

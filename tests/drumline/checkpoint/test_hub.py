@@ -132,6 +132,19 @@ def test_a_model_of_the_hub_is_fetched_once_and_generates_the_tokens_of_its_fold
     assert _generate(revision=COMMIT) == tokens and sorted(hub.asked) == fetched
 
 
+def test_options_say_how_files_come_from_the_hub(hub, tmp_path):
+    """They were taken without effect, as with a token that the environment does not have."""
+    with pytest.raises(launcher.LaunchError, match="is not a folder here"):
+        _generate(local_files_only=True)
+    options = {"token": "hf_other", "cache_dir": tmp_path / "elsewhere"}
+    _generate(**options)
+    assert "Bearer hf_other" in hub.tokens and "Bearer hf_secret" not in hub.tokens
+    assert not (tmp_path / "cache").exists()
+    (once,) = [name for name in hub.asked if name.endswith(".safetensors")]
+    _generate(**options, force_download=True)
+    assert hub.asked.count(once) == 2
+
+
 def test_an_id_that_the_hub_does_not_have_is_one_error_on_every_rank(hub, ranks_or_errors):
     def rank(info):
         with Coordinator(info) as coor:
