@@ -50,7 +50,8 @@ def local_folder(
     from_pretrained, of which DOWNLOAD_OPTIONS hold. Blocks until all files are there. Raises
     CheckpointError for what neither this machine nor the Hub has.
     """
-    return _downloaded(path, revision, [gguf] if gguf else [*PATTERNS], options)
+    folder = _downloaded(path, revision, [gguf] if gguf else [*PATTERNS], options)
+    return folder if gguf else _with_weights(path, folder)
 
 
 @contextlib.contextmanager
@@ -68,7 +69,7 @@ def folder_of_headers(
     folder = _downloaded(path, revision, [name for name in PATTERNS if name != WEIGHTS])
     absent = _absent_weights(str(path), folder.name)
     if not absent:
-        yield folder if absent is not None else local_folder(path, revision)
+        yield local_folder(path, revision) if absent is None else _with_weights(path, folder)
         return
     with tempfile.TemporaryDirectory() as parent:
         copy = Path(parent, path)  # whose name is the model's, as code of its own is kept by it
@@ -101,6 +102,17 @@ def _downloaded(
             **settings,
         )
     return Path(folder)
+
+
+def _with_weights(path: str | Path, folder: Path) -> Path:
+    """The folder. Raises CheckpointError if it came from the Hub without weights."""
+    if is_hub_id(path) and not any(folder.glob(WEIGHTS)):
+        raise CheckpointError(
+            f"the model {path} of the Hub has no .safetensors file, so there is nothing to load; "
+            "give the name of its GGUF file as gguf_file=, if it has one, or, where you trust its "
+            "pickles, a folder into which save_pretrained() of transformers has written it."
+        )
+    return folder
 
 
 def _absent_weights(path: str, commit: str) -> list[str] | None:

@@ -145,6 +145,17 @@ def test_options_say_how_files_come_from_the_hub(hub, tmp_path):
     assert hub.asked.count(once) == 2
 
 
+@pytest.mark.parametrize("command", ["plan", "generate"])
+def test_a_model_of_pickles_alone_is_said_to_be_one(checkpoints, hub, capsys, tmp_path, command):
+    """It said to check the path, that of the cache."""
+    hub.folder = tmp_path / "files"
+    shutil.copytree(checkpoints.llama()[1], hub.folder)
+    (hub.folder / "model.safetensors").rename(hub.folder / "pytorch_model.bin")
+    options = {"plan": ["--memory", "1GiB"], "generate": ["--prompt", "hello"]}[command]
+    assert main([command, "--model", ID, *options]) == 1
+    assert f"{ID} of the Hub has no .safetensors file" in capsys.readouterr().err
+
+
 def test_an_id_that_the_hub_does_not_have_is_one_error_on_every_rank(hub, ranks_or_errors):
     def rank(info):
         with Coordinator(info) as coor:
