@@ -37,7 +37,10 @@ LAYER_COUNTS = (
     "_depth",
 )
 """Endings of the names, with _ before them, of fields that hold a number of layers."""
+PICKLED_WEIGHTS = ("pytorch_model*.bin", "model*.bin")
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+FREE_NAMES = ("label2id", "id2label", "task_specific_params")
+"""Fields that hold values by names of the user's own."""
 LAYERS_OF_MODEL = ("num_hidden_layers", "n_layer")
 """Fields that no model has as 0: transformers would make one without any layer."""
 
@@ -207,14 +210,15 @@ def _bound(name: str) -> Bound | None:
 
 
 def _all_fields(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The values of a config, and of the configs and lists in it, by the names of the fields.
+    """The values of a config, and of the configs and lists in it, by the names of the fields;
+    nothing of FREE_NAMES.
 
     A list whose field has a bound is one value, or one for each layer.
     """
     todo: list[tuple[str, Any]] = [("", content)]
     while todo:
         name, value = todo.pop()
-        if isinstance(value, dict):
+        if isinstance(value, dict) and name not in FREE_NAMES:
             todo += value.items()
         if not isinstance(value, list):
             yield name, value
@@ -227,7 +231,7 @@ def _all_fields(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _check_no_pickles(folder: Path, content: Mapping[str, Any]) -> None:
-    pickles = sorted(file.name for file in folder.glob("*.bin"))
+    pickles = sorted(file.name for glob in PICKLED_WEIGHTS for file in folder.glob(glob))
     if pickles and not any(folder.glob("*.safetensors")):
         names = content.get("architectures")
         name = names[0] if isinstance(names, list) and names else None

@@ -513,8 +513,9 @@ def test_pickles_are_refused_with_a_line_that_converts_them(sharded, ranks_or_er
     folder = sharded / "it's a model"
     plain.config.save_pretrained(folder)
     torch.save(plain.state_dict(), folder / "pytorch_model.bin")
+    torch.save({"learning_rate": 0.1}, folder / "training_args.bin")
     texts = complaints(ranks_or_errors, folder)
-    assert all("pytorch_model.bin" in text for text in texts)
+    assert all("holds pytorch_model.bin, pickles" in text for text in texts)
     line = shlex.split(texts[0].partition("trust the file: ")[2])
     assert line[:2] == ["python", "-c"]
     exec(line[2])

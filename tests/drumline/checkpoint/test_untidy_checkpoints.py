@@ -79,7 +79,14 @@ def with_an_old_name(folder):
     configured(folder, architectures=["LLaMAForCausalLM"])
 
 
+def with_labels(folder):
+    """Names that are a config's elsewhere."""
+    labels = {"dropout": 7, "tree_depth": 100000}
+    configured(folder, label2id=labels, id2label={number: n for n, number in labels.items()})
+
+
 DAMAGES = [stale_copy, unlisted, surplus, under_two_names, without_architectures, with_an_old_name]
+DAMAGES += [with_labels]
 
 
 @pytest.mark.parametrize("change", DAMAGES)
