@@ -28,11 +28,10 @@ from drumline.planner.cost_model import (
     stage_times,
 )
 from drumline.planner.load_options import LoadOptions
-from drumline.planner.plan import plan
 from drumline.planner.sizes import nbytes
 from drumline.planner.token_memory import token_memory, with_calls, with_tokens
 from drumline.strategies.opening import describe_checkpoint
-from drumline.strategies.plan_inputs import sized_model
+from drumline.strategies.plan_inputs import PlanInputs, sized_model
 
 DEFAULT_BANDWIDTH, DEFAULT_FLOPS, DEFAULT_CALLS = "20GB", 2e11, 1.2e5
 """Of the memory and the processor of an ordinary computer; calls are of torch, by Python."""
@@ -125,7 +124,7 @@ def show_plan(
     hop = LinkSpeed(hop_us * 1e-6, nbytes(link) if link else math.inf)
     speeds = _speeds(free_nbytes, bandwidth, hop, flops or DEFAULT_FLOPS, calls)
     shape = PassShape(batch, model_profile.hidden_width(config), torch_dtype.itemsize)
-    planned = plan(profile, free_nbytes, device_map, speeds=speeds, step=shape)
+    planned = PlanInputs(checkpoint, profile, free_nbytes, shape).plan(device_map, speeds)
     decoding = model_profile.decode_profile(model, profile)
     names = {part.name for part in (*decoding.others, *decoding.layers) if part.nbytes}
     ranks = [planned.places[name][0] for name, _ in model.named_modules() if name in names]

@@ -26,6 +26,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Gemma4ForConditionalGeneration,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -42,6 +43,7 @@ from drumline.core.device_map import DeviceMap
 from drumline.errors import CheckpointError
 from drumline.strategies.with_model import num_positions
 from tests.drumline.conftest import LLAMA
+from tests.drumline.tiny_configs import tiny_config
 from tests.drumline.weight_formats.test_lora_adapter import LINEAR, make_adapter
 
 ROOT = Path(__file__).parents[3]
@@ -105,6 +107,15 @@ def test_plan_counts_hops_of_every_rank_and_of_a_head_on_another_rank(checkpoint
     for sizes, hops in [(["1MiB"] * 5, 5), (["40KiB", "40KiB", "180KiB"], 6), (["1MiB"], 0)]:
         assert main(["plan", "--model", path, "--memory", *sizes]) == 0
         assert f"{hops} hops a token" in capsys.readouterr().out
+
+
+def test_plan_keeps_on_rank_0_what_load_keeps_there(tmp_path, capsys):
+    """It showed the embedding on another rank, where load() refuses it."""
+    kind = Gemma4ForConditionalGeneration
+    kind(tiny_config(kind)).save_pretrained(tmp_path)
+    assert main(["plan", "--model", str(tmp_path), "--memory", "8KiB", "1GiB"]) == 1
+    missing = "are missing on rank 0 cpu for model.language_model.embed_tokens"
+    assert missing in capsys.readouterr().err
 
 
 def test_plan_counts_only_the_weights_that_a_token_reads(checkpoints, capsys):
