@@ -16,7 +16,10 @@ from drumline.errors import PlanError
 from drumline.planner.cost_model import DeviceSpeeds
 from drumline.planner.memory import Memory
 
-NOT_APPLIED = ("subfolder", "variant", "key_mapping", "state_dict", "output_loading_info")
+NOT_APPLIED = (
+    *("subfolder", "variant", "key_mapping", "state_dict"),
+    *("ignore_mismatched_sizes", "output_loading_info"),
+)
 """Options of from_pretrained that choose other weights, or return more than the model."""
 
 
