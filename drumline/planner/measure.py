@@ -6,6 +6,7 @@ plan(profile, free_nbytes, "fastest", speeds=speeds, step=PassShape(width=4096, 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -227,13 +228,11 @@ def measure_group_speeds(coor: Coordinator, device: str, dtype: torch.dtype) -> 
     """Measure TP groups of every size that divides all nodes. Collective.
 
     The ranks of a node share its memory bandwidth, so two are not twice as fast as one. The groups
-    of a node take turns. device: of this rank. The answer is the same on every rank: empty where no
-    backend can allreduce.
+    of a node take turns. device: of this rank. The answer is the same on every rank: without sizes
+    of which a group has no backend that can allreduce.
     """
-    try:
-        return [_measure_group(coor, n, device, dtype) for n in _group_sizes(coor.nodes)]
-    except Unsupported:
-        return []
+    speeds = [_measure_group(coor, n, device, dtype) for n in _group_sizes(coor.nodes)]
+    return [speed for speed in speeds if speed is not None]
 
 
 def _group_sizes(nodes: Sequence[Sequence[int]]) -> list[int]:
@@ -243,20 +242,26 @@ def _group_sizes(nodes: Sequence[Sequence[int]]) -> list[int]:
     return [n for n in range(2, most + 1) if not any(len(node) % n for node in nodes)]
 
 
-def _measure_group(coor: Coordinator, size: int, device: str, dtype: torch.dtype) -> GroupSpeed:
+def _measure_group(
+    coor: Coordinator, size: int, device: str, dtype: torch.dtype
+) -> GroupSpeed | None:
     first = coor.rank - coor.rank % size
     group = coor.split(tuple(range(first, first + size)))
     assert group is not None, "this rank is one of them"
-    with group, Communicator(group, device=device) as comm:
+    with group:
 
-        def measure() -> list[Sequence[float]]:
-            group.barrier()
-            speed = measure_device(device, dtype)
-            small, large = [_allreduce_s(comm, device, dtype, n) for n in (SMALL, LARGE)]
-            return [astuple(speed), (small, LARGE / max(large - small, 1e-9))]
+        def measure() -> list[Sequence[float]] | None:
+            with contextlib.suppress(Unsupported), Communicator(group, device=device) as comm:
+                group.barrier()
+                speed = measure_device(device, dtype)
+                small, large = [_allreduce_s(comm, device, dtype, n) for n in (SMALL, LARGE)]
+                return [astuple(speed), (small, LARGE / max(large - small, 1e-9))]
+            return None
 
         own_speeds = _in_turn(coor, range(0, coor.world_size, size), measure, first)
     speeds_by_rank = coor.allgather_object(own_speeds)
+    if None in speeds_by_rank:
+        return None
     speeds, sums = zip(*speeds_by_rank, strict=True)
     slowest, (latencies, rates) = map(min, zip(*speeds, strict=True)), zip(*sums, strict=True)
     return GroupSpeed(size, DeviceSpeed(*slowest), LinkSpeed(max(latencies), min(rates)))

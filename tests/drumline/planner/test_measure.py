@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaConfig
 
 import drumline
+from communicator import Unsupported
 from coordinator import Coordinator, peers
 from drumline.core.meta_pass import LiveMemory
 from drumline.planner import measure, memory
@@ -63,6 +64,24 @@ def test_tp_groups_are_measured_by_every_size_that_divides_a_node(ranks):
     assert found[0] == found[1] == found[2] == found[3]
     assert [group.size for group in found[0]] == [2, 4]
     assert all(value > 0 for group in found[0] for value in vars(group.sums).values())
+
+
+def test_a_group_without_a_backend_leaves_out_its_size_on_all_ranks(ranks, monkeypatch):
+    """Its ranks alone went on, and the others waited for them without end."""
+    make = measure.Communicator
+
+    def without_pairs(group, **options):
+        if group.world_size == 2 and 2 in group.ranks:
+            raise Unsupported("no backend")
+        return make(group, **options)
+
+    def rank(info):
+        torch.set_num_threads(1)
+        with Coordinator(info) as coor:
+            return [group.size for group in measure_group_speeds(coor, "cpu", torch.float32)]
+
+    monkeypatch.setattr(measure, "Communicator", without_pairs)
+    assert ranks(rank, 4) == [[4]] * 4
 
 
 def test_devices_that_differ_by_little_count_as_equal():
