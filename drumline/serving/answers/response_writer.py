@@ -105,10 +105,10 @@ async def events(
     stream: RequestStream,
     builder: ResponseBuilder,
 ) -> AsyncIterator[str]:
-    """The events of a stream; for None a comment, so that no proxy takes it for dead."""
+    """The events of a stream; for None an empty line, so that no proxy takes it for dead."""
 
     def added(piece: MessagePiece | None) -> list[str]:
-        return [": ping\n\n"] if piece is None else builder.add(piece, stream.usage())
+        return ["\n"] if piece is None else builder.add(piece, stream.usage())
 
     yield "".join([*builder.begin(stream.usage()), *added(first)])
     try:
