@@ -19,7 +19,7 @@ TEXTS = {"thinking": "reasoning_content", "text": "content"}
 """By the type of a block, which is also the name of its text, the field of a chat's message."""
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 TOOL_FIELDS = {"name": "name", "description": "description", "input_schema": "parameters"}
-IGNORED = ("cache_control", "inference_geo")
+IGNORED = ("cache_control", "context_management", "inference_geo")
 ERROR_TYPES = {404: "not_found_error", 500: "api_error", 503: "overloaded_error"}
 
 

@@ -257,6 +257,12 @@ def test_blocks_of_messages_are_the_messages_of_a_chat():
     assert chat.tool_choice == "auto" and not chat.continue_final_message
 
 
+def test_what_a_client_lets_be_cleared_of_its_messages_is_kept():
+    """Each turn of Claude Code was refused."""
+    edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
+    assert chat_of(context_management={"edits": edits}) == chat_of()
+
+
 def test_an_image_at_an_address_keeps_it():
     source = {"type": "url", "url": "https://a/b.png"}
     chat = chat_of(messages=[{"role": "user", "content": [{"type": "image", "source": source}]}])
