@@ -148,10 +148,11 @@ class Service:
     async def create_completion(self, request: Request) -> Response:
         kind, tokenize = protocol.CompletionRequest, self.prompts.of_completion
         body, prompts = await self._read(kind, request, tokenize)
-        if body.max_tokens == 0 and not body.echo:
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        if max_tokens == 0 and not body.echo:
             text = "max_tokens is 0, so nothing would be generated; ask for more, or for echo."
             raise protocol.invalid_request(text, "max_tokens")
-        return await self._respond(request, body, prompts, body.max_tokens, ResponseBuilder)
+        return await self._respond(request, body, prompts, max_tokens, ResponseBuilder)
 
     async def create_chat_completion(self, request: Request) -> Response:
         return await self._create_chat(request, protocol.parse, ResponseBuilder)

@@ -119,6 +119,7 @@ class GenerationRequest(ApiObject):
     """The fields that completions and chats share."""
 
     model: str
+    max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: Any = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -282,7 +283,6 @@ class ChatCompletionRequest(GenerationRequest):
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     tools: list[dict[str, Any]] = []

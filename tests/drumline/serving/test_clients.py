@@ -64,6 +64,12 @@ def test_each_chunk_has_the_usage_so_far_if_the_request_asks_for_it(service):
     assert all(chunk["usage"]["prompt_tokens"] == 3 for chunk in chunks)
 
 
+def test_a_completion_may_have_its_most_tokens_by_the_name_that_chats_have(service):
+    """A load client sends both names, and each of its requests was refused."""
+    _, answer = ask(service, max_tokens=3, max_completion_tokens=2)
+    assert answer["usage"]["completion_tokens"] == 2
+
+
 def test_special_tokens_are_part_of_the_text_if_the_request_asks_for_them(service):
     ends = {"logit_bias": {"2": 100}, "ignore_eos": True, "max_tokens": 2}
     texts = [
