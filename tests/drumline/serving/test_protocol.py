@@ -96,6 +96,7 @@ IGNORED = {
     "user": "ada",
     "service_tier": "priority",
     "prompt_cache_key": "k",
+    "prompt_cache_options": {"mode": "implicit", "ttl": "30m"},
     "safety_identifier": "s",
     "prediction": {"type": "content", "content": "5"},
     "priority": 3,
