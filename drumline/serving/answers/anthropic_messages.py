@@ -46,7 +46,8 @@ def parse_count_request(body: bytes | bytearray) -> dict[str, Any]:
     messages: list[dict[str, Any]] = []
     for message in protocol.objects(fields.pop("messages", None), "messages"):
         _add_message(messages, message)
-    is_begun = bool(messages) and messages[-1]["role"] == "assistant"
+    last = messages[-1] if messages else {}
+    is_begun = last.get("role") == "assistant" and not last["tool_calls"]
     if system := fields.pop("system", None):
         messages.insert(0, {"role": "system", "content": _content(system, "system")})
     if "tools" in fields:

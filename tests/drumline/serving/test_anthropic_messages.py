@@ -171,6 +171,18 @@ def test_the_tokens_of_a_request_are_counted_with_its_tools(service):
     assert ask(service, path, system="8", tools=[TOOL]) == (200, {"input_tokens": 5})
 
 
+def test_calls_at_the_end_of_a_request_are_counted(service):
+    """They were left out: the last message was cut behind its text, to be continued."""
+    use = {"type": "tool_use", "id": "c", "name": "count", "input": {"n": 6}}
+    sent = [*USER, {"role": "assistant", "content": [{"type": "text", "text": "8"}, use]}]
+    service.tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.content }} {% for call in message.tool_calls %}"
+        "{{ call.function.arguments.n }} {% endfor %}{% endfor %}"
+    )
+    counted = ask(service, "messages/count_tokens", max_tokens=None, messages=sent)
+    assert counted == (200, {"input_tokens": 5})
+
+
 def chat_of(**fields):
     body = {"model": "llama", "max_tokens": 6, "messages": USER, **fields}
     fields = messages.parse_message_request(json.dumps(body).encode())
