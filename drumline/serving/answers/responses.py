@@ -3,7 +3,7 @@
 request = protocol.validate(protocol.ChatCompletionRequest, parse_as_chat(body), max_items)
 builder = ItemBuilder("llama", "5", request, 1, tokenizer)
 
-Nothing is stored, so a request that goes on from a previous_response_id is refused by name.
+Nothing is stored, so a request that names what is, such as a previous_response_id, is refused.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ def parse_as_chat(body: bytes | bytearray) -> dict[str, Any]:
     scores = filter(fields.get, ("logprobs", "top_logprobs"))
     for name in {"messages", "n", *scores} & fields.keys():
         raise protocol.unsupported(name, name)
+    for name in {"conversation", "previous_response_id"} & fields.keys():
+        raise _not_stored(name, name)
     items, instructions = fields.pop("input", None), fields.pop("instructions", None)
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items
     messages = [{"role": "system", "content": instructions}] if instructions else []
@@ -84,9 +86,16 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], reasoning: s
     elif kind == "function_call_output":
         output = {"role": "tool", "tool_call_id": call_id, "content": _text(item.get("output", ""))}
         messages.append(output)
+    elif kind == "item_reference":
+        raise _not_stored(f"input: an item of the type {kind!r}", "input")
     else:
         raise protocol.unsupported(f"input: an item of the type {kind!r:.100}", "input")
     return ""
+
+
+def _not_stored(what: str, field: str) -> protocol.ApiError:
+    reason = "is not known: nothing is stored here. Send store=false, and the items themselves."
+    return protocol.invalid_request(f"{what} {reason}", field)
 
 
 def _content(content: Any) -> Any:

@@ -167,6 +167,20 @@ def test_what_would_change_the_answer_is_refused_by_name(fields, field):
     assert refusal.value.status == 400 and refusal.value.body["error"]["param"] == field
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"previous_response_id": "resp_1"},
+        {"conversation": "conv_1"},
+        {"input": [{"type": "item_reference", "id": "1"}]},
+    ],
+)
+def test_what_would_have_to_be_stored_is_refused_with_what_to_send(fields):
+    """To leave it out, as the error said, would have lost the conversation."""
+    with pytest.raises(ApiError, match="Send store=false, and the items themselves"):
+        builder_of(**fields)
+
+
 def test_a_stop_string_of_the_last_token_is_the_reason_of_the_end():
     """It was the length where the token ends within a character, which is decoded at the end."""
 
