@@ -17,6 +17,7 @@ from drumline.serving.answers.request_stream import MessagePiece
 from drumline.serving.answers.response_writer import ResponseBuilder, server_sent_event
 
 REASONING = "reasoning_text"
+SUMMARIES = ("summary", "generate_summary")  # of reasoning, which comes as it is
 TEXTS = {"content": "output_text", "reasoning_content": REASONING}
 """By the field of a chat's message, the type of the part that holds it."""
 
@@ -46,10 +47,14 @@ def parse_as_chat(body: bytes | bytearray) -> dict[str, Any]:
     (text,) = protocol.objects([fields.pop("text", {})], "text")
     form = text.pop("format", None)
     is_schema = isinstance(form, dict) and form.get("type") == "json_schema"
-    (reasoning_settings,) = protocol.objects([fields.pop("reasoning", {})], "reasoning")
+    (settings,) = protocol.objects([fields.pop("reasoning", {})], "reasoning")
+    effort = settings.pop("effort", None)
+    for name in SUMMARIES:
+        settings.pop(name, None)
     return {
         "response_format": _nested(form) if is_schema else form,
-        "reasoning_effort": reasoning_settings.get("effort"),
+        "reasoning_effort": effort,
+        **{f"reasoning.{name}": value for name, value in settings.items()},
         **text,
         **fields,
         "messages": messages,

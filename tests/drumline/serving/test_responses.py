@@ -126,7 +126,7 @@ def test_items_of_an_answer_sent_back_are_the_messages_of_a_chat():
     fields = {
         "input": [{"role": "user", "content": "5"}, reasoning, CALL, CALL, output],
         "text": {"format": schema, "verbosity": "medium"},
-        "reasoning": {"effort": "low", "summary": None},
+        "reasoning": {"effort": "low", "summary": "auto"},
         "previous_response_id": None,
     }
     chat = responses.parse_as_chat(json.dumps(fields).encode())
@@ -140,6 +140,7 @@ def test_items_of_an_answer_sent_back_are_the_messages_of_a_chat():
     own = {"name": "a", "schema": {"type": "object"}}
     assert chat["response_format"] == {"type": "json_schema", "json_schema": own}
     assert chat["reasoning_effort"] == "low" and chat["verbosity"] == "medium"
+    assert not [name for name in chat if name.startswith("reasoning.")]
 
 
 @pytest.mark.parametrize(
@@ -158,6 +159,7 @@ def test_items_of_an_answer_sent_back_are_the_messages_of_a_chat():
         ({"input": 5}, "input"),
         ({"input": []}, "messages"),
         ({"text": 5}, "text"),
+        ({"reasoning": {"effort": "low", "mode": "pro"}}, "reasoning.mode"),
     ],
 )
 def test_what_would_change_the_answer_is_refused_by_name(fields, field):
