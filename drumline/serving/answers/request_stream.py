@@ -209,10 +209,11 @@ class RequestStream:
         num_prompt = sum(len(item.prompt) for item in first)  # choices share it
         num_new = sum(choice.num_new for choice in self.generations)
         num_reasoning = sum(choice.num_reasoning for choice in self.generations)
+        num_cached = sum(item.num_cached for item in first)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new,
             "total_tokens": num_prompt + num_new,
-            "prompt_tokens_details": {"cached_tokens": sum(item.num_cached for item in first)},
+            "prompt_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
             "completion_tokens_details": {"reasoning_tokens": num_reasoning},
         }

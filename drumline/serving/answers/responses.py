@@ -221,7 +221,8 @@ class ItemBuilder(ResponseBuilder):
             events.append(self._item_event("content_part.added", content_index=0, part=part))
             self._item["content"].append(part)
         part["text"] += text
-        return [*events, self._item_event(f"{kind}.delta", content_index=0, delta=text)]
+        place = {"content_index": 0, "logprobs": []}
+        return [*events, self._item_event(f"{kind}.delta", **place, delta=text)]
 
     def _add_call(self, call: Delta) -> list[str]:
         events, function = [], call["function"]
@@ -251,7 +252,7 @@ class ItemBuilder(ResponseBuilder):
         else:
             (part,) = item["content"]
             ends = {
-                f"{part['type']}.done": {"content_index": 0, "text": part["text"]},
+                f"{part['type']}.done": {"content_index": 0, "logprobs": [], "text": part["text"]},
                 "content_part.done": {"content_index": 0, "part": part},
             }
         ends["output_item.done"] = {"item": item}

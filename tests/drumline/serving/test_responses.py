@@ -63,6 +63,8 @@ def test_a_response_is_the_answer_of_the_chat(plain, service):
         assert last["output"][0]["content"] == item["content"]
         deltas = [e["delta"] for e in events if e["type"] == "response.output_text.delta"]
         assert "".join(deltas) == part["text"] and len(deltas) > 1
+        own = [e for e in events if e["type"].startswith("response.output_text.")]
+        assert all(event["logprobs"] == [] for event in own) and len(own) == len(deltas) + 1
 
 
 def test_usage_tells_of_what_was_cached_and_of_reasoning(service, monkeypatch):
@@ -77,7 +79,8 @@ def test_usage_tells_of_what_was_cached_and_of_reasoning(service, monkeypatch):
     text = " ".join(str(3 + n % 50) for n in range(2 * PAGE_SIZE + 1))
     for num_cached, num_reasoning in ((0, 0), (2 * PAGE_SIZE, 6)):
         usage = ask(service, input=text, logit_bias={"30": 100})[1]["usage"]
-        assert usage["input_tokens_details"] == {"cached_tokens": num_cached}
+        details = {"cached_tokens": num_cached, "cache_write_tokens": 0}
+        assert usage["input_tokens_details"] == details
         assert usage["output_tokens_details"] == {"reasoning_tokens": num_reasoning}
 
 
