@@ -34,8 +34,8 @@ class PlainText:
         """The additions to the message that new text makes."""
         return [{"content": text}] if text else []
 
-    def finish(self) -> list[Delta]:
-        """The additions that the end of the text makes."""
+    def finish(self, is_cut: bool = False) -> list[Delta]:
+        """The additions that the end of the text makes. is_cut: by a limit or a stop string."""
         return []
 
 
@@ -60,7 +60,7 @@ class CallList(PlainText):
         self._text += text
         return []
 
-    def finish(self) -> list[Delta]:
+    def finish(self, is_cut: bool = False) -> list[Delta]:
         calls, rest = list[Delta](), self._text.lstrip(" \n\r\t[")
         with contextlib.suppress(ValueError):  # of the end, or of a call cut off by max_tokens
             while True:
@@ -81,7 +81,7 @@ class TemplateParser(PlainText):
 
     def __init__(self, parser: Any, max_calls: int | None, is_continued: bool) -> None:
         self._parser, self._max_calls, self._num_calls = parser, max_calls, 0
-        self._unsent = ""  # text that is in no delta yet
+        self._unsent, self._is_cut = "", False  # text that is in no delta yet
         self._field, self._space = "", ""  # of the last text, and the white space at its end
         for event in parser.initial_events if is_continued else ():
             if event["type"] == "region_chunk":
@@ -90,8 +90,10 @@ class TemplateParser(PlainText):
     def feed(self, text: str) -> list[Delta]:
         return self._parsed(text, is_end=False)
 
-    def finish(self) -> list[Delta]:
-        return self._parsed("", is_end=True)
+    def finish(self, is_cut: bool = False) -> list[Delta]:
+        whole = self.feed("\n") if is_cut and self._parser else []  # a call that ends at the cut
+        self._is_cut = is_cut
+        return whole + self._parsed("", is_end=True)
 
     def _parsed(self, text: str, is_end: bool) -> list[Delta]:
         if self._parser is None:
@@ -107,8 +109,8 @@ class TemplateParser(PlainText):
     def _deltas(self, event: dict[str, Any]) -> list[Delta]:
         kind, field = event["type"], event["field"]
         if kind == "region_close" and field == "tool_calls":
-            self._unsent = ""
-            return self._calls(event["value"])
+            text, self._unsent = self._unsent, ""
+            return self._text("content", text) if self._is_cut else self._calls(event["value"])
         if kind != "region_chunk" or event["dirty"]:
             return []
         self._unsent = self._unsent.rpartition(event["text"])[2]

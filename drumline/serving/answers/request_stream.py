@@ -134,7 +134,8 @@ class Choice(Generation):
     def _add(self, text: str, end_reason: str | None = None) -> None:
         deltas = self._parser.feed(text) if text else []
         if end_reason is not None:
-            deltas = [*deltas, *self._parser.finish()] or [{}]
+            is_cut = end_reason != "stop" or bool(self._detokenizer.stopped_by)
+            deltas = [*deltas, *self._parser.finish(is_cut)] or [{}]
         self._has_calls |= any("tool_calls" in delta for delta in deltas)
         if end_reason == "stop" and self._has_calls:
             end_reason = "tool_calls"

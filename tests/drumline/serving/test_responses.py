@@ -212,7 +212,7 @@ def test_a_parser_that_fails_at_the_end_ends_its_own_request_alone(byte_tokenize
     """The error went into the step, which ended all sequences of the batch."""
 
     class BrokenParser(message_parser.PlainText):
-        def finish(self):
+        def finish(self, is_cut):
             raise AttributeError("not in the form of the template")
 
     async def read():

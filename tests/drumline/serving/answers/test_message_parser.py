@@ -18,8 +18,8 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 class Qwen(PreTrainedTokenizerFast):
     """A tokenizer of one model family that has no template of its own. begun: of the answer."""
 
-    def __init__(self, begun=""):
-        self.response_template = response_template(self, model_type="qwen3")
+    def __init__(self, begun="", model_type="qwen3"):
+        self.response_template = response_template(self, model_type=model_type)
         self.prompt = PROMPT + begun
 
     def decode(self, tokens):
@@ -32,7 +32,7 @@ def request(**fields):
     return protocol.validate(protocol.ChatCompletionRequest, body, 1000)
 
 
-def parsed(text, seed=None, tokenizer=None, **fields):
+def parsed(text, seed=None, tokenizer=None, is_cut=False, **fields):
     """The deltas of a text that comes in pieces, which a seed chooses."""
     parser = message_parser(tokenizer or Qwen(), request(**fields), [5])
     number = random.Random(seed)
@@ -41,7 +41,7 @@ def parsed(text, seed=None, tokenizer=None, **fields):
         end = len(text) if seed is None else start + number.randint(1, 9)
         deltas += parser.feed(text[start:end])
         start = end
-    return deltas + parser.finish()
+    return deltas + parser.finish(is_cut)
 
 
 def call(name, arguments):
@@ -79,6 +79,19 @@ def test_a_call_that_is_not_json_stays_text(seed):
     assert "tool_calls" not in message
     assert message["content"].startswith("well") and message["content"].endswith("then")
     assert "{'a': 1}" in message["content"]
+
+
+@pytest.mark.parametrize("seed", [None, *range(4)])
+def test_a_call_that_was_cut_is_text_and_one_that_ends_at_the_cut_is_a_call(seed):
+    """A call of some of its arguments was delivered as a whole one."""
+    arguments = [f"<parameter={name}>\n{name}\n</parameter>" for name in ("from", "to")]
+    begun = "<tool_call>\n<function=f>\n" + arguments[0]
+    cut, whole = (f"Go. {begun}{end}" for end in ("", f"{arguments[1]}\n</function>\n</tool_call>"))
+    tokenizer = Qwen(model_type="qwen3_5")
+    message = merged(parsed(cut, seed, tokenizer, is_cut=True))
+    assert message["content"] == cut and "tool_calls" not in message
+    (made,) = merged(parsed(whole, seed, tokenizer, is_cut=True))["tool_calls"]
+    assert made["function"]["arguments"] == '{"from": "from", "to": "to"}'
 
 
 @pytest.mark.parametrize("seed", [None, 1])
