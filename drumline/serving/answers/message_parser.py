@@ -146,11 +146,15 @@ def message_parser(
         return NamedCall(request.tool_choice.function.name)
     if request.tool_choice == "required":
         return CallList()
-    if request.json_schema is not None or getattr(tokenizer, "response_template", None) is None:
+    template = getattr(tokenizer, "response_template", None)
+    if request.json_schema is not None or template is None:
         return PlainText()
+    if request.tool_choice == "none" or not request.tools:
+        fields = {name: own for name, own in template["fields"].items() if name != "tool_calls"}
+        template = {**template, "fields": fields}
     text = tokenizer.decode(prompt)
     try:
-        parser = tokenizer.get_response_parser(prefix=text, tools=request.tools)
+        parser = tokenizer.get_response_parser(template, prefix=text, tools=request.tools)
     except UNPARSED:  # the beginning of the answer, in the prompt, is not what its template says
         return PlainText()
     is_continued = request.continue_final_message and text == text.rstrip()

@@ -123,6 +123,14 @@ def test_a_request_may_have_one_call_at_most():
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
 
 
+@pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": []}])
+def test_an_answer_that_may_call_nothing_has_its_calls_as_text(fields):
+    """A request that wanted text got a call."""
+    message = merged(parsed(ANSWER, 1, **fields))
+    assert message["reasoning_content"] == "hm < hm" and "tool_calls" not in message
+    assert message["content"] == f"I look. {call('f', {'a': 1})}\n{call('g', {})}"
+
+
 def test_text_of_a_schema_or_without_a_template_is_content():
     assert parsed(ANSWER, response_format={"type": "json_object"}) == [{"content": ANSWER}]
     assert parsed(ANSWER, tokenizer=object()) == [{"content": ANSWER}]
