@@ -33,7 +33,7 @@ from drumline import timings
 from drumline.errors import DrumlineError
 from drumline.serving import metrics, protocol
 from drumline.serving.answers import anthropic_messages
-from drumline.serving.answers.message_parser import message_parser
+from drumline.serving.answers.message_parser import call_starts, message_parser
 from drumline.serving.answers.request_stream import MessagePiece, RequestStream, api_error
 from drumline.serving.answers.response_writer import ResponseBuilder, events, whole_response
 from drumline.serving.answers.responses import ItemBuilder, parse_as_chat
@@ -291,7 +291,8 @@ class Service:
         for prompt, choice in itertools.product(prompts, range(body.n)):
             params = body.sampling_params(max_tokens, choice, self._sampling, end_token)
             try:
-                grammar = None if schema is None else self._grammars.json(schema)
+                starts = call_starts(self.tokenizer, body)
+                grammar = None if schema is None else self._grammars.json(schema, starts)
             except (ValueError, DrumlineError) as error:
                 is_chosen = getattr(body, "tool_choice", "auto") not in ("auto", "none")
                 field = "tool_choice" if is_chosen else "response_format"

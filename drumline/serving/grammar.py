@@ -6,6 +6,8 @@ sampler = TokenSampler(params, grammar=grammars.json({"type": "object"}))
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,18 +39,25 @@ class GrammarCompiler:
                 f"rank 0: this model's tokenizer cannot be bound to a grammar: {error}"
             ) from error
 
-    def json(self, schema: dict[str, Any]) -> JsonGrammar:
-        """A grammar of one sequence. Raises ValueError if the schema is not supported."""
+    def json(self, schema: dict[str, Any], others: Sequence[int] = ()) -> JsonGrammar:
+        """A grammar of one sequence. Raises ValueError if the schema is not supported.
+
+        others: tokens that may come in place of the JSON, with anything behind them.
+        """
+        other_starts = "".join(f" | <[{token}]> <[*]>*" for token in others)
+        return self.compiled(f"start: json{other_starts}\njson: %json {json.dumps(schema)}")
+
+    def compiled(self, text: str) -> JsonGrammar:
+        """The grammar whose text is this. Raises ValueError."""
         matcher = self._library.LLMatcher
-        compiled = matcher(self._tokenizer, matcher.grammar_from_json_schema(schema))
-        return JsonGrammar(compiled, schema)
+        return JsonGrammar(matcher(self._tokenizer, matcher.grammar_from_lark(text)), text)
 
 
 class JsonGrammar:
     """The tokens that may come next in JSON of a schema; after its end only the end token may."""
 
-    def __init__(self, matcher: Any, schema: dict[str, Any]) -> None:
-        self._matcher, self.schema = matcher, schema
+    def __init__(self, matcher: Any, text: str) -> None:
+        self._matcher, self.text = matcher, text
         self._check()
         matcher.compute_bitmask()
         if matcher.is_error():  # as of one that is only a reference to itself

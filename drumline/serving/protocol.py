@@ -325,6 +325,11 @@ class ChatCompletionRequest(GenerationRequest):
         return super().json_schema
 
     @property
+    def may_call(self) -> bool:
+        """True if the answer may call a tool, or be something else."""
+        return bool(self.tools) and self.tool_choice == "auto"
+
+    @property
     def num_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
 

@@ -147,18 +147,35 @@ def message_parser(
     if request.tool_choice == "required":
         return CallList()
     template = getattr(tokenizer, "response_template", None)
-    if request.json_schema is not None or template is None:
+    if template is None or (request.json_schema is not None and not request.may_call):
         return PlainText()
-    if request.tool_choice == "none" or not request.tools:
+    if not request.may_call:
         fields = {name: own for name, own in template["fields"].items() if name != "tool_calls"}
         template = {**template, "fields": fields}
-    text = tokenizer.decode(prompt)
+    text = tokenizer.decode(prompt) if request.json_schema is None else ""  # no reasoning before
     try:
         parser = tokenizer.get_response_parser(template, prefix=text, tools=request.tools)
     except UNPARSED:  # the beginning of the answer, in the prompt, is not what its template says
         return PlainText()
     is_continued = request.continue_final_message and text == text.rstrip()
     return TemplateParser(parser, None if request.parallel_tool_calls else 1, is_continued)
+
+
+def call_starts(tokenizer: Any, request: protocol.GenerationRequest) -> list[int]:
+    """The tokens with which a call begins that may come in place of JSON. Raises ValueError if a
+    call would begin with none of its own."""
+    template = getattr(tokenizer, "response_template", None) or {"fields": {}}
+    field = template["fields"].get("tool_calls")
+    if not field or request.json_schema is None or not getattr(request, "may_call", False):
+        return []
+    start = str(field.get("open", field.get("open_pattern"))).replace("\\", "")
+    tokens = [token for word, token in tokenizer.get_added_vocab().items() if word in start]
+    if not tokens:
+        raise ValueError(
+            "calls of this model do not begin with a token that tells them from JSON; leave out "
+            "response_format, or tools, or send a tool_choice that is not auto"
+        )
+    return tokens
 
 
 def merged(deltas: Iterable[Delta]) -> dict[str, Any]:

@@ -131,7 +131,7 @@ class RankWorker:
             self._send({"id": number, "error": str(error) or repr(error)})
 
     def _start(self, sequence: Message) -> None:
-        number, schema = sequence["id"], sequence["schema"]
+        number, text = sequence["id"], sequence["grammar"]
 
         def on_token(token: int) -> bool:
             message: Message = {"id": number, "token": token, "logprob": item.sampler.logprob}
@@ -150,7 +150,7 @@ class RankWorker:
             elif isinstance(reason, Exception):
                 self._send_error(number, reason)
 
-        grammar = None if schema is None else self._grammars.json(schema)
+        grammar = None if text is None else self._grammars.compiled(text)
         prompt = Prompt(sequence["prompt"], sequence["inputs"])
         ends, params = self._scheduler.end_tokens, SamplingParams(**sequence["params"])
         item = Generation(prompt, params, on_token, on_end, ends, grammar)

@@ -101,5 +101,5 @@ def _to_message(number: int, item: Generation) -> Message:
         "inputs": item.inputs,
         "new_tokens": item.new_tokens,
         "params": {**asdict(item.params), **own},
-        "schema": getattr(item.sampler.grammar, "schema", None),
+        "grammar": getattr(item.sampler.grammar, "text", None),
     }

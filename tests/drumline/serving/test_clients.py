@@ -242,6 +242,36 @@ def test_a_tool_that_must_be_called_is_called(speaker, choice, stream):
     assert call["id"] and message["content"] is None
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "responses"])
+def test_a_call_may_come_in_place_of_json_where_it_begins_with_a_token_of_its_own(
+    speaker, monkeypatch, path
+):
+    """JSON was forced from the first token, so that agents with a form of their answer never
+    called a tool."""
+    pytest.importorskip("llguidance", reason="runs after `pip install llguidance`")
+    template = copy.deepcopy(CALLS)
+    template["fields"]["tool_calls"] |= {"open": "<", "close": "<<"}
+    monkeypatch.setattr(speaker.tokenizer, "response_template", template, raising=False)
+    start = speaker.tokenizer.convert_tokens_to_ids("<")
+    form = {"type": "json_schema", "name": "n", "schema": COUNT}
+    if path == "responses":
+        body = {"input": "5", "tools": [{"type": "function", **TOOL["function"]}]}
+        body |= {"text": {"format": form}, "max_output_tokens": 9}
+    else:
+        body = {"messages": USER, "tools": [TOOL], "max_tokens": 9}
+        body["response_format"] = {"type": form.pop("type"), "json_schema": form}
+    answers = []
+    for added, bias in ({}, 100), ({"<": start}, 100), ({"<": start}, -100):
+        monkeypatch.setattr(speaker.tokenizer, "get_added_vocab", lambda own=added: own)
+        fields = {"model": "llama", "temperature": 0, "logit_bias": {start: bias}, **body}
+        text = asyncio.run(respond(speaker, fields, path=path))[1]
+        answers.append(text.partition('"tools":')[0])  # which a response has behind its items
+    refused, called, written = answers
+    assert "begin with a token that tells them from JSON" in refused
+    assert '"name":"look"' in called and r"{\"n\"" not in called
+    assert '"name":"look"' not in written and r"{\"n\"" in written
+
+
 def test_a_schema_that_nothing_fulfils_is_the_mistake_of_the_request(speaker):
     """It was an error of the server, with the parser's inner state as its text."""
     pytest.importorskip("llguidance", reason="runs after `pip install llguidance`")

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 pytest.importorskip("pydantic", reason="runs after `pip install drumline[serve]`")
 from drumline.contact.loading.configs import response_template
 from drumline.serving import protocol
-from drumline.serving.answers.message_parser import merged, message_parser
+from drumline.serving.answers.message_parser import call_starts, merged, message_parser
 
 PROMPT = "<|im_start|>user\n5<|im_end|>\n<|im_start|>assistant\n"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -132,8 +132,22 @@ def test_an_answer_that_may_call_nothing_has_its_calls_as_text(fields):
 
 
 def test_text_of_a_schema_or_without_a_template_is_content():
-    assert parsed(ANSWER, response_format={"type": "json_object"}) == [{"content": ANSWER}]
+    form = {"response_format": {"type": "json_object"}, "tool_choice": "none"}
+    assert parsed(ANSWER, **form) == [{"content": ANSWER}]
     assert parsed(ANSWER, tokenizer=object()) == [{"content": ANSWER}]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5", "gemma4"])
+def test_a_call_that_may_come_in_place_of_json_begins_with_a_token_of_its_own(model_type):
+    tokenizer, form = Qwen("<think>\n", model_type), {"response_format": {"type": "json_object"}}
+    words = {"<think>": 1, "<tool_call>": 2, "</tool_call>": 3, "<|tool_call>": 4, "<|turn>": 5}
+    tokenizer.get_added_vocab = lambda: words
+    wanted = [4] if model_type == "gemma4" else [2]
+    assert call_starts(tokenizer, request(**form)) == wanted
+    assert call_starts(tokenizer, request()) == []
+    assert call_starts(tokenizer, request(**form, tool_choice="none")) == []
+    assert call_starts(object(), request(**form)) == []
+    assert merged(parsed('{"a": 1}', 1, tokenizer, **form))["content"] == '{"a": 1}'
 
 
 @pytest.mark.parametrize("seed", [None, 1])
