@@ -62,32 +62,31 @@ def generate_ahead(
     model: Any,
     tokens: Sequence[int],
     num_ahead: int,
-    take: Callable[[int], Any],
-    check: Callable[[torch.Tensor], Any],
+    take: Callable[[int, torch.Tensor], Any],
     has_ended: Callable[[], bool],
 ) -> None:
     """Generate greedily behind the tokens until has_ended(), in fewer passes where the text repeats
     itself: each tries up to num_ahead tokens that followed the last ones before.
 
-    take(token): called with each token, in their order. check(logits): with those before each, and
-    before each that is tried, also those that are not taken, [1, vocabulary]. Raises what
-    generate() raises.
+    take(token, logits): called with each token, in their order, and with the logits of its place,
+    [1, vocabulary]. Raises what generate() raises.
     """
-    num_taken = len(tokens)
+    num_taken, logits_at = len(tokens), dict[int, torch.Tensor]()
 
-    def checked(_: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        check(logits)
+    def kept(row: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        logits_at[row.shape[1]] = logits  # also of what is tried and not taken
         return logits
 
     def is_over(row: torch.Tensor) -> bool:
         nonlocal num_taken
-        for token in row[0, num_taken:].tolist():
-            take(token)
+        for place, token in enumerate(row[0, num_taken:].tolist(), num_taken):
+            take(token, logits_at[place])
+        logits_at.clear()
         num_taken = row.shape[1]
         return has_ended()
 
     settings = {"prompt_lookup_num_tokens": num_ahead}
-    _generate(model, Prompt(tokens), is_over, settings, logits_processor=[checked])
+    _generate(model, Prompt(tokens), is_over, settings, logits_processor=[kept])
 
 
 @torch.no_grad()

@@ -389,18 +389,17 @@ class BatchScheduler(Scheduler):
 
     def _look_ahead(self, number: int, item: Generation) -> None:
         """Generate with tokens of the text that are tried, until others come, for the batches."""
-        take = functools.partial(self._append, item)
 
         def has_ended() -> bool:
             return item.is_done or not self._may_look_ahead(item)
 
-        def check(logits: torch.Tensor) -> None:
-            if logits.max().isnan():
-                item.sample(logits[0])  # which ends it with the error
+        def take(token: int, logits: torch.Tensor) -> None:
+            is_nan = bool(logits.max().isnan())  # by which sample() ends it with an error
+            self._append(item, item.sample(logits[0]) if is_nan else token)
 
         num_ahead = self.limits.prompt_lookup
         try:
-            generate_ahead(self._model, item.tokens, num_ahead, take, check, has_ended)
+            generate_ahead(self._model, item.tokens, num_ahead, take, has_ended)
         except PeerLost:
             raise
         except Exception as error:

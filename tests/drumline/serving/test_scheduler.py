@@ -558,6 +558,27 @@ def test_a_greedy_sequence_that_runs_alone_tries_what_its_text_repeats(plain, lo
         assert len(sampled.tokens()) == 5 and {*sizes[-4:]} == {1}
 
 
+def test_logits_that_are_no_numbers_are_no_error_behind_a_token_that_is_not_taken(plain, loaded):
+    """A token that was tried, and that the model does not take, ended the request."""
+    num_spoiled = 0
+
+    def spoil(_, args, options, output):
+        nonlocal num_spoiled
+        logits = output.logits[0]
+        tried = options["input_ids"][0, 1 - len(logits) :] if len(logits) > 1 else []
+        chosen = logits.argmax(-1)
+        wrong = [n for n, token in enumerate(tried) if token != chosen[n]]
+        if wrong:
+            logits[wrong[0] + 1 :] = torch.nan
+            num_spoiled += 1
+
+    with scheduling(loaded, LOOKUP) as (scheduler, _):
+        with loaded.register_forward_hook(spoil, with_kwargs=True):
+            (client,) = submit(scheduler, Client(REPEATED))
+            assert client.tokens() == alone(plain, REPEATED) and num_spoiled
+        assert scheduler.limits.prompt_lookup == LOOKUP.prompt_lookup
+
+
 @pytest.mark.parametrize("looks_ahead", [True, False])
 def test_what_a_checkpoint_recommends_is_applied_by_the_server_alone(
     plain, loaded, monkeypatch, looks_ahead
