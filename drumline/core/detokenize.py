@@ -38,6 +38,7 @@ class IncrementalDetokenizer:
         self.tokenizer, self.stop = tokenizer, stop
         self._skip_special_tokens = skip_special_tokens
         self.stopped_by = ""  # the stop string that came
+        self.num_chars = 0  # of the text so far, with what is held back
         self._tokens = list(prompt[-NUM_PROMPT_TOKENS:])
         if self.text_of(self._tokens).endswith(REPLACEMENT):
             self._tokens = []
@@ -51,6 +52,7 @@ class IncrementalDetokenizer:
         text = self._pending_text()
         if not text or text.endswith(REPLACEMENT):
             return ""
+        self.num_chars += len(text)
         self._prefix_start, self._prefix_end = self._prefix_end, len(self._tokens)
         return self._before_stop(text)
 

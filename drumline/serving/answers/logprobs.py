@@ -1,6 +1,6 @@
 """Log-probabilities of tokens in the two forms of OpenAI's API.
 
-field = logprobs_field(tokenizer, True, [TokenLogprob(5, -0.1, ((5, -0.1), (7, -2.4)))], offset=0)
+field = logprobs_field(tokenizer, True, [TokenLogprob(5, -0.1, ((5, -0.1), (7, -2.4)))])
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ from drumline.serving.sampling import TokenLogprob
 
 
 def logprobs_field(
-    tokenizer: Any, is_chat: bool, logprobs: Sequence[TokenLogprob], offset: int
+    tokenizer: Any, is_chat: bool, logprobs: Sequence[TokenLogprob]
 ) -> dict[str, Any]:
-    """The field `logprobs` of a chat's or a completion's choice, for these tokens.
-
-    offset: characters of the choice before them.
-    """
+    """The field `logprobs` of a chat's or a completion's choice, for these tokens."""
 
     def text_of(token: int) -> str:
         return str(tokenizer.decode([token]))
@@ -26,7 +23,9 @@ def logprobs_field(
         text = text_of(token)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
-    def by_text(token: int, logprob: float | None, top: Sequence[Any]) -> dict[str, Any] | None:
+    def by_text(
+        token: int, logprob: float | None, top: Sequence[Any], _: int
+    ) -> dict[str, Any] | None:
         """The most likely tokens; of two with one text, the likelier."""
         pairs = reversed((*top, (token, logprob)))
         return None if logprob is None else {text_of(each): value for each, value in pairs}
@@ -35,13 +34,12 @@ def logprobs_field(
         return {
             "content": [
                 {**pair(token, logprob), "top_logprobs": [pair(*each) for each in top]}
-                for token, logprob, top in logprobs
+                for token, logprob, top, _ in logprobs
             ]
         }
-    texts = [text_of(item.token) for item in logprobs]
     return {
-        "tokens": texts,
+        "tokens": [text_of(item.token) for item in logprobs],
         "token_logprobs": [item.logprob for item in logprobs],
         "top_logprobs": [by_text(*item) for item in logprobs],
-        "text_offset": [offset + len("".join(texts[:i])) for i in range(len(texts))],
+        "text_offset": [item.offset for item in logprobs],
     }

@@ -80,9 +80,9 @@ class Choice(Generation):
     ) -> None:
         self._stream, self._index = stream, len(stream.generations)
         self._parser, self._max_tokens = parser, params.max_tokens
-        skips = body.skip_special_tokens and not parser.uses_special_tokens
+        self._skips = body.skip_special_tokens and not parser.uses_special_tokens
         self._detokenizer = IncrementalDetokenizer(
-            stream.tokenizer, params.stop, prompt, skips, params.min_tokens
+            stream.tokenizer, params.stop, prompt, self._skips, params.min_tokens
         )
         self.num_reasoning = 0  # tokens
         self._token_s = 0.0  # when the last one came
@@ -104,7 +104,7 @@ class Choice(Generation):
         self._echo()
         if self._max_tokens == 0:
             return True
-        self._logprobs += filter(None, [self.sampler.logprob])
+        self._keep_logprob()
         self._num_held += 1
         self._add(self._detokenizer.add(token))
         return not self._detokenizer.stopped_by
@@ -115,21 +115,29 @@ class Choice(Generation):
         if self.new_tokens:  # of which the first may have ended the sequence
             self._echo()
             if self.new_tokens[-1] in self.end_tokens:  # which has a place among the logprobs alone
-                self._logprobs += filter(None, [self.sampler.logprob])
+                self._keep_logprob()
         try:
             text = self._detokenizer.flush()
             self._add(text, "stop" if self._detokenizer.stopped_by else reason)
         except Exception as error:  # of the parser: it ends this request, and no other of the step
             self._stream.post(error)
 
+    def _keep_logprob(self) -> None:
+        if (logprob := self.sampler.logprob) is not None:
+            self._logprobs.append(logprob._replace(offset=self._detokenizer.num_chars))
+
     def _echo(self) -> None:
         """Add the prompt, once it is scored, before all else."""
         if not self._is_echoed:
             self._is_echoed = True
             if self.params.scores_prompt:
-                first = TokenLogprob(self.prompt[0], None, ())
-                self._logprobs = [first, *self.prompt_logprobs]
-            self._add(self._detokenizer.text_of([*self.prompt]))
+                own = IncrementalDetokenizer(self._stream.tokenizer, (), (), self._skips)
+                for logprob in TokenLogprob(self.prompt[0], None, ()), *self.prompt_logprobs:
+                    self._logprobs.append(logprob._replace(offset=own.num_chars))
+                    own.add(logprob.token)
+            text = self._detokenizer.text_of([*self.prompt])
+            self._detokenizer.num_chars += len(text)
+            self._add(text)
 
     def _add(self, text: str, end_reason: str | None = None) -> None:
         deltas = self._parser.feed(text) if text else []

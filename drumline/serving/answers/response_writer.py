@@ -26,7 +26,7 @@ class ResponseBuilder:
         self, model: str, request_id: str, body: Any, num_choices: int, tokenizer: Any
     ) -> None:
         self.model, self.request_id, self.body = model, request_id, body
-        self.created, self._offsets = int(time.time()), [0] * num_choices
+        self.created, self._num_choices = int(time.time()), num_choices
         self._is_chat = is_chat = isinstance(body, protocol.ChatCompletionRequest)
         self._tokenizer = tokenizer
         self._header = {
@@ -52,16 +52,15 @@ class ResponseBuilder:
     def begin(self, usage: dict[str, Any]) -> list[str]:
         """The first events of a stream."""
         roles = {"role": "assistant", "content": ""}
-        pieces = [MessagePiece(index, roles, [], None) for index in range(len(self._offsets))]
+        pieces = [MessagePiece(index, roles, [], None) for index in range(self._num_choices)]
         return [self._chunk([self._choice(each, "delta")]) for each in pieces if self._is_chat]
 
     def add(self, piece: MessagePiece, usage: dict[str, Any]) -> list[str]:
         """The events of an addition."""
-        choice = self._choice(piece, "delta", self._offsets[piece.index])
-        self._offsets[piece.index] += len(piece.delta.get("content", ""))
         options = self.body.stream_options
         has_usage = options.include_usage and options.continuous_usage_stats
-        return [self._chunk([choice], **({"usage": usage} if has_usage else {}))]
+        choices = [self._choice(piece, "delta")]
+        return [self._chunk(choices, **({"usage": usage} if has_usage else {}))]
 
     def end(self, usage: dict[str, Any]) -> list[str]:
         """The last events."""
@@ -77,10 +76,10 @@ class ResponseBuilder:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         return server_sent_event({**self._header, "object": kind, "choices": choices, **usage})
 
-    def _choice(self, piece: MessagePiece, key: str, offset: int = 0) -> dict[str, Any]:
+    def _choice(self, piece: MessagePiece, key: str) -> dict[str, Any]:
         text = piece.delta.get("content", "")
         has_logprobs = self.body.num_logprobs is not None
-        arguments = self._tokenizer, self._is_chat, piece.logprobs, offset
+        arguments = self._tokenizer, self._is_chat, piece.logprobs
         return {
             "index": piece.index,
             **({key: piece.delta} if self._is_chat else {"text": text}),

@@ -6,16 +6,18 @@ import importlib
 import json
 import re
 import threading
+import types
 from contextlib import closing
 
 import pytest
 import torch
-from tokenizers import processors
+from tokenizers import Tokenizer, decoders, models, processors
 from transformers import PreTrainedTokenizerFast
 
 from drumline import timings
 from drumline.errors import CheckpointError, DrumlineError
 from drumline.serving import http_server
+from drumline.serving.sampling import TokenLogprob
 from drumline.serving.scheduler import ServingLimits
 from drumline.timings import ModelTimings
 from tests.drumline.serving.conftest import expected, respond
@@ -23,7 +25,10 @@ from tests.drumline.serving.conftest import expected, respond
 for package in ("fastapi", "prometheus_client"):
     pytest.importorskip(package, reason="runs after `pip install 'drumline[serve]'`")
 app = importlib.import_module("drumline.serving.app")
-merged = importlib.import_module("drumline.serving.answers.message_parser").merged
+message_parser = importlib.import_module("drumline.serving.answers.message_parser")
+protocol = importlib.import_module("drumline.serving.protocol")
+request_stream = importlib.import_module("drumline.serving.answers.request_stream")
+merged = message_parser.merged
 
 LIMITS = ServingLimits(max_length=200)
 USER = [{"role": "user", "content": "5 6 7"}]
@@ -334,6 +339,45 @@ def test_the_token_that_ends_a_text_has_its_log_probability_too(service):
         choice = ask(service, **ends, **fields)[1]["choices"][0]
         assert choice["finish_reason"] == "stop" and choice["logprobs"]["tokens"][-1] == "end"
         assert len(choice["logprobs"]["token_logprobs"]) == num
+
+
+def scored(tokenizer, prompt, tokens, **fields):
+    """A completion of these tokens with their log-probabilities, whole and in chunks."""
+
+    async def stays():
+        return False
+
+    async def read():
+        stream = request_stream.RequestStream(tokenizer)
+        body = protocol.CompletionRequest(model="m", prompt=prompt, logprobs=1, **fields)
+        params = body.sampling_params(len(tokens), 0, {}, None)
+        stream.add(body, prompt, params, set(), None, message_parser.PlainText())
+        (choice,) = stream.generations
+        choice.prompt_logprobs = [TokenLogprob(token, -1.0, ()) for token in prompt[1:]]
+        for token in tokens:
+            choice.sampler.logprob = TokenLogprob(token, -1.0, ((token, -1.0),))
+            choice.append(token)
+        pieces = [p async for p in stream.pieces(types.SimpleNamespace(is_disconnected=stays))]
+        return body, pieces
+
+    body, pieces = asyncio.run(read())
+    builder = app.ResponseBuilder("m", "r", body, 1, tokenizer)
+    chunks = [json.loads(event[6:]) for p in pieces for event in builder.add(p, {})]
+    return builder.whole([pieces], {})["choices"][0], [c["choices"][0] for c in chunks]
+
+
+@pytest.mark.parametrize("fields", [{}, {"stop": "cx"}])
+def test_a_token_is_found_in_the_text_at_its_offset(fields):
+    """The space before a word was not counted, as a word alone has none, and a token that is no
+    text was."""
+    words = Tokenizer(models.WordLevel({"\u2581a": 0, "\u2581bb": 1, "c": 2, "start": 3}))
+    words.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="start")
+    whole, chunks = scored(tokenizer, [3, 0, 1], [1, 2, 0, 2], echo=True, **fields)
+    offsets = [offset for c in chunks for offset in c["logprobs"]["text_offset"]]
+    assert whole["text"] == "a bb bbc ac" == "".join(chunk["text"] for chunk in chunks)
+    assert offsets == whole["logprobs"]["text_offset"] == [0, 0, 1, 4, 7, 8, 10]
+    assert scored(tokenizer, [3, 0], [1, 2, 0])[0]["logprobs"]["text_offset"] == [0, 3, 4]
 
 
 def texts_of(service, tokens):
