@@ -5,10 +5,17 @@ field = logprobs_field(tokenizer, True, [TokenLogprob(5, -0.1, ((5, -0.1), (7, -
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
+from drumline.core.detokenize import REPLACEMENT
 from drumline.serving.sampling import TokenLogprob
+
+SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+LETTERS = {chr(byte): byte for byte in SHOWN}
+LETTERS |= {chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*SHOWN}))}
+"""The letters for bytes in vocabularies of bytes, as of GPT-2."""
 
 
 def logprobs_field(
@@ -19,9 +26,16 @@ def logprobs_field(
     def text_of(token: int) -> str:
         return str(tokenizer.decode([token]))
 
+    def bytes_of(token: int) -> list[int] | None:
+        if REPLACEMENT not in (text := text_of(token)):
+            return list(text.encode())
+        piece = str(tokenizer.convert_ids_to_tokens(token))  # of a character that it is a part of
+        if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):
+            return [int(byte[1], 16)]
+        return [*map(LETTERS.__getitem__, piece)] if {*piece} <= LETTERS.keys() else None
+
     def pair(token: int, logprob: float | None) -> dict[str, Any]:
-        text = text_of(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {"token": text_of(token), "logprob": logprob, "bytes": bytes_of(token)}
 
     def by_text(
         token: int, logprob: float | None, top: Sequence[Any], _: int

@@ -11,7 +11,7 @@ from contextlib import closing
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from drumline import timings
@@ -28,6 +28,7 @@ app = importlib.import_module("drumline.serving.app")
 message_parser = importlib.import_module("drumline.serving.answers.message_parser")
 protocol = importlib.import_module("drumline.serving.protocol")
 request_stream = importlib.import_module("drumline.serving.answers.request_stream")
+logprobs_field = importlib.import_module("drumline.serving.answers.logprobs").logprobs_field
 merged = message_parser.merged
 
 LIMITS = ServingLimits(max_length=200)
@@ -378,6 +379,26 @@ def test_a_token_is_found_in_the_text_at_its_offset(fields):
     assert whole["text"] == "a bb bbc ac" == "".join(chunk["text"] for chunk in chunks)
     assert offsets == whole["logprobs"]["text_offset"] == [0, 0, 1, 4, 7, 8, 10]
     assert scored(tokenizer, [3, 0], [1, 2, 0])[0]["logprobs"]["text_offset"] == [0, 3, 4]
+
+
+def test_a_token_that_is_a_part_of_a_character_has_its_own_bytes(byte_tokenizer):
+    """Each had those of U+FFFD, and a client that joined them had no text."""
+
+    def bytes_of(tokenizer, *tokens):
+        logprobs = [TokenLogprob(token, -1.0, ()) for token in tokens]
+        return [each["bytes"] for each in logprobs_field(tokenizer, True, logprobs)["content"]]
+
+    words = Tokenizer(models.WordLevel({"<0xE4>": 0, "<0xBD>": 1, "\ufffd!": 2, "a": 3}))
+    words.decoder = decoders.ByteFallback()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    assert bytes_of(tokenizer, 0, 1, 3, 2) == [[0xE4], [0xBD], [97], None]
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    tokens = byte_tokenizer.convert_tokens_to_ids(sorted(letters))
+    made = bytes_of(byte_tokenizer, *tokens)
+    assert sorted(made) == [[byte] for byte in range(256)]
+    assert bytes_of(byte_tokenizer, *byte_tokenizer("ä 你")["input_ids"]) == [
+        [byte] for byte in "ä 你".encode()
+    ]
 
 
 def texts_of(service, tokens):
