@@ -32,11 +32,10 @@ import launcher
 from drumline import timings
 from drumline.errors import DrumlineError
 from drumline.serving import metrics, protocol
-from drumline.serving.answers import anthropic_messages
+from drumline.serving.answers import anthropic_messages, responses
 from drumline.serving.answers.message_parser import call_starts, message_parser
 from drumline.serving.answers.request_stream import MessagePiece, RequestStream, api_error
 from drumline.serving.answers.response_writer import ResponseBuilder, events, whole_response
-from drumline.serving.answers.responses import ItemBuilder, parse_as_chat
 from drumline.serving.front.remote_scheduler import RemoteScheduler
 from drumline.serving.grammar import GrammarCompiler
 from drumline.serving.image_reader import ImageReader
@@ -158,7 +157,7 @@ class Service:
         return await self._create_chat(request, protocol.parse, ResponseBuilder)
 
     async def create_response(self, request: Request) -> Response:
-        return await self._create_chat(request, parse_as_chat, ItemBuilder)
+        return await self._create_chat(request, responses.parse_as_chat, responses.ItemBuilder)
 
     async def create_message(self, request: Request) -> Response:
         return await self._create_chat(
@@ -401,6 +400,8 @@ async def _respond_error(request: Request, error: Exception) -> Response:
         error = protocol.ApiError(error.status_code, text)
     answer = api_error(error)
     of_messages = request.url.path.startswith("/v1/messages")
+    if of_messages or request.url.path == "/v1/responses":
+        answer = answer.renamed((anthropic_messages if of_messages else responses).FIELDS)
     body = anthropic_messages.error_body(answer) if of_messages else answer.body
     return JSONResponse(body, answer.status)
 

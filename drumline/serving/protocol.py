@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -50,6 +51,13 @@ class ApiError(Exception):
         usual = "server_error" if status >= 500 else "invalid_request_error"
         kind = ERROR_TYPES.get(status, usual)
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """The same, where the client calls a field otherwise."""
+        own, field = self.body["error"], rf"^({'|'.join(names)})\b"
+        texts = (str(self), own["param"] or "")
+        message, param = (re.sub(field, lambda match: names[match[0]], text) for text in texts)
+        return ApiError(self.status, message, own["code"], param or None)
 
 
 def invalid_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -20,6 +20,9 @@ TEXTS = {"thinking": "reasoning_content", "text": "content"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 TOOL_FIELDS = {"name": "name", "description": "description", "input_schema": "parameters"}
 IGNORED = ("cache_control", "context_management", "inference_geo")
+FIELDS = {"stop": "stop_sequences"}
+FIELDS |= dict.fromkeys(("response_format.json_schema", "response_format"), "output_config.format")
+"""By the field of a chat, that of a request."""
 ERROR_TYPES = {404: "not_found_error", 500: "api_error", 503: "overloaded_error"}
 
 

@@ -21,6 +21,10 @@ SUMMARIES = ("summary", "generate_summary")  # of reasoning, which comes as it i
 TEXTS = {"content": "output_text", "reasoning_content": REASONING}
 """By the field of a chat's message, the type of the part that holds it."""
 
+FIELDS = {"max_tokens": "max_output_tokens", "messages": "input"}
+FIELDS |= dict.fromkeys(("response_format.json_schema", "response_format"), "text.format")
+"""By the field of a chat, that of a request."""
+
 
 def parse_as_chat(body: bytes | bytearray) -> dict[str, Any]:
     """The fields of the chat that a request is. Raises ApiError for what chats do not have."""

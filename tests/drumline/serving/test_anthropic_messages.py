@@ -299,6 +299,8 @@ def test_an_image_at_an_address_keeps_it():
         ({"tools": [TOOL], "tool_choice": {"type": []}}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"thinking": 5}, "thinking"),
+        ({"stop_sequences": ["5"] * 17}, "stop_sequences: "),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema: "),
     ],
 )
 def test_what_would_change_the_answer_is_refused_by_name(service, fields, word):

@@ -186,6 +186,20 @@ def test_what_would_have_to_be_stored_is_refused_with_what_to_send(fields):
         builder_of(**fields)
 
 
+def test_an_error_names_fields_as_the_request_does(service):
+    """It named those of a chat, which the client had not sent."""
+    schema = {"type": "json_schema", "name": "s", "schema": {"$ref": "#"}}
+    for fields, field in (
+        ({"input": "5", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "5", "max_output_tokens": 500}, "max_output_tokens"),
+        ({"input": []}, "input"),
+        ({"input": "5", "text": {"format": schema}}, "text.format"),
+    ):
+        status, answer = ask(service, **fields)
+        assert status == 400 and answer["error"]["param"] == field
+        assert answer["error"]["message"].startswith((f"{field}: ", "This model's maximum"))
+
+
 def test_a_stop_string_of_the_last_token_is_the_reason_of_the_end():
     """It was the length where the token ends within a character, which is decoded at the end."""
 
