@@ -53,7 +53,7 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """The same, where the client calls a field otherwise."""
+        """This error, where the client calls fields otherwise."""
         own, field = self.body["error"], rf"^({'|'.join(names)})\b"
         texts = (str(self), own["param"] or "")
         message, param = (re.sub(field, lambda match: names[match[0]], text) for text in texts)
