@@ -9,6 +9,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+import torch
+
 from drumline.contact import transformers_api as api
 from drumline.contact.caches import is_cache
 from drumline.contact.loading.generation_fields import OPTIONS
@@ -45,6 +47,17 @@ def unread_options(options: Mapping[str, Any], *defaults: Any) -> list[str]:
 def _option_names(kind: Callable[[], Any]) -> frozenset[str]:
     """The options that a config of generate() has; a file may hold more, which nothing reads."""
     return frozenset(name for name in vars(kind()) if not name.startswith("_"))
+
+
+def truncated(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> torch.Tensor:
+    """Logits over the temperature, -inf where the others leave tokens out. [rows, vocabulary]."""
+    batching = api.continuous_batching()
+    warpers = [batching.TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [batching.TopPLogitsWarper(top_p)] if top_p < 1 else []
+    warpers += [batching.MinPLogitsWarper(min_p)] if min_p else []
+    return functools.reduce(lambda rows, warp: warp(None, rows), warpers, logits / temperature)
 
 
 Criterion: TypeAlias = api.StoppingCriteria

@@ -78,6 +78,9 @@ def continuous_batching() -> Any:
         AttentionMaskInterface,
         ContinuousBatchingConfig,
         ContinuousBatchingManager,
+        MinPLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
     )
     from transformers.generation.continuous_batching.cache import (
         PagedAttentionCache,

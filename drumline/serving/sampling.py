@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from drumline.contact.generate_options import truncated
 from drumline.serving.grammar import JsonGrammar
 
 MIN_TEMPERATURE = torch.finfo(torch.float32).tiny  # below, a division by it overflows
@@ -119,7 +120,9 @@ class TokenSampler:
         token = best_tokens(logits[None])[0] if self.params.temperature == 0 else -1
         if token < 0:  # it is drawn, which is an error where logits are NaN
             # The maximum is subtracted so that no temperature makes a logit infinite.
-            logits = truncated(self.params, logits - logits.max())
+            own = self.params
+            most = max(own.temperature, MIN_TEMPERATURE), own.top_k, own.top_p, own.min_p
+            (logits,) = truncated(logits[None] - logits.max(), *most)
             probabilities = torch.softmax(logits, 0)
             self.generator.manual_seed(hash((self.seed, self.counts.total())))
             token = int(torch.multinomial(probabilities.cpu(), 1, generator=self.generator))
@@ -154,24 +157,3 @@ def best_tokens(logits: torch.Tensor) -> list[int]:
     values, tokens = logits.max(-1)
     best: list[int] = tokens.masked_fill(values.isnan(), -1).tolist()
     return best
-
-
-def truncated(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:
-    """Logits divided by the temperature, and -inf for tokens that top_k, top_p and min_p leave out.
-
-    logits: [vocabulary]. Step by step as transformers' warpers, whose tokens these are.
-    """
-    logits = logits / max(params.temperature, MIN_TEMPERATURE)
-    if params.top_k:
-        least = logits.topk(min(params.top_k, len(logits))).values[-1]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    if params.top_p < 1:
-        values, tokens = logits.sort()
-        is_left_out = values.softmax(0).cumsum(0) <= 1 - params.top_p
-        is_left_out[-1] = False
-        logits = logits.index_fill(0, tokens[is_left_out], -torch.inf)
-    if params.min_p:
-        probabilities = logits.softmax(0)
-        is_left_out = probabilities < params.min_p * probabilities.max()
-        logits = logits.masked_fill(is_left_out, -torch.inf)
-    return logits

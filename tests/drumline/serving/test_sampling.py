@@ -12,7 +12,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from drumline.serving.sampling import SamplingParams, TokenSampler, truncated
+from drumline.contact.generate_options import truncated
+from drumline.serving.sampling import SamplingParams, TokenSampler
 
 LOGITS = torch.log(torch.tensor([0.1, 0.5, 0.05, 0.3, 0.05]))
 
@@ -103,9 +104,8 @@ def test_the_tokens_that_are_left_out_are_those_of_transformers(top_k, top_p, mi
     warpers += [TopKLogitsWarper(top_k)] if top_k else []
     warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
     warpers += [MinPLogitsWarper(min_p)] if min_p else []
-    params = SamplingParams(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p)
-    expected = LogitsProcessorList(warpers)(None, logits[None])[0]
-    assert torch.equal(truncated(params, logits), expected)
+    expected = LogitsProcessorList(warpers)(None, logits[None])
+    assert torch.equal(truncated(logits[None], 0.7, top_k, top_p, min_p), expected)
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
