@@ -64,8 +64,6 @@ class TokenLogprob(NamedTuple):
     logprob: float | None
     """None of the first token of a prompt, before which there is nothing."""
     top: Sequence[tuple[int, float]]
-    offset: int = 0
-    """Characters of the text before the token."""
 
     @classmethod
     def of(cls, token: int, logits: torch.Tensor, num_top: int) -> TokenLogprob:

@@ -1,6 +1,6 @@
 """Log-probabilities of tokens in the two forms of OpenAI's API.
 
-field = logprobs_field(tokenizer, True, [TokenLogprob(5, -0.1, ((5, -0.1), (7, -2.4)))])
+field = logprobs_field(tokenizer, True, [(TokenLogprob(5, -0.1, ((5, -0.1), (7, -2.4))), 0)])
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typing import Any
 from drumline.core.detokenize import REPLACEMENT
 from drumline.serving.sampling import TokenLogprob
 
+PlacedLogprob = tuple[TokenLogprob, int]
+"""Of a token, with the number of characters before it."""
+
 SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
 LETTERS = {chr(byte): byte for byte in SHOWN}
 LETTERS |= {chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*SHOWN}))}
@@ -19,7 +22,7 @@ LETTERS |= {chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {
 
 
 def logprobs_field(
-    tokenizer: Any, is_chat: bool, logprobs: Sequence[TokenLogprob]
+    tokenizer: Any, is_chat: bool, logprobs: Sequence[PlacedLogprob]
 ) -> dict[str, Any]:
     """The field `logprobs` of a chat's or a completion's choice, for these tokens."""
 
@@ -37,9 +40,7 @@ def logprobs_field(
     def pair(token: int, logprob: float | None) -> dict[str, Any]:
         return {"token": text_of(token), "logprob": logprob, "bytes": bytes_of(token)}
 
-    def by_text(
-        token: int, logprob: float | None, top: Sequence[Any], _: int
-    ) -> dict[str, Any] | None:
+    def by_text(token: int, logprob: float | None, top: Sequence[Any]) -> dict[str, Any] | None:
         """The most likely tokens; of two with one text, the likelier."""
         pairs = reversed((*top, (token, logprob)))
         return None if logprob is None else {text_of(each): value for each, value in pairs}
@@ -48,12 +49,12 @@ def logprobs_field(
         return {
             "content": [
                 {**pair(token, logprob), "top_logprobs": [pair(*each) for each in top]}
-                for token, logprob, top, _ in logprobs
+                for (token, logprob, top), _ in logprobs
             ]
         }
     return {
-        "tokens": [text_of(item.token) for item in logprobs],
-        "token_logprobs": [item.logprob for item in logprobs],
-        "top_logprobs": [by_text(*item) for item in logprobs],
-        "text_offset": [item.offset for item in logprobs],
+        "tokens": [text_of(item.token) for item, _ in logprobs],
+        "token_logprobs": [item.logprob for item, _ in logprobs],
+        "top_logprobs": [by_text(*item) for item, _ in logprobs],
+        "text_offset": [offset for _, offset in logprobs],
     }

@@ -22,6 +22,7 @@ from drumline import timings
 from drumline.core.detokenize import IncrementalDetokenizer
 from drumline.errors import PeerLost
 from drumline.serving import protocol
+from drumline.serving.answers.logprobs import PlacedLogprob
 from drumline.serving.answers.message_parser import Delta, PlainText
 from drumline.serving.grammar import JsonGrammar
 from drumline.serving.sampling import SamplingParams, TokenLogprob
@@ -51,13 +52,13 @@ def api_error(error: Exception) -> protocol.ApiError:
 class MessagePiece:
     """An addition to the message of one choice, and why the choice ended, if it has.
 
-    logprobs: of the tokens since the piece before, if the request asks for them. stop_string: the
-    one that came, if one did.
+    logprobs: of the tokens since the piece before, if the request asks for them, each with the
+    number of characters before it. stop_string: the one that came, if one did.
     """
 
     index: int
     delta: Delta
-    logprobs: list[TokenLogprob]
+    logprobs: list[PlacedLogprob]
     finish_reason: str | None
     stop_string: str = ""
 
@@ -86,7 +87,7 @@ class Choice(Generation):
         )
         self.num_reasoning = 0  # tokens
         self._token_s = 0.0  # when the last one came
-        self._num_held, self._logprobs = 0, list[TokenLogprob]()  # of tokens that are in no piece
+        self._num_held, self._logprobs = 0, list[PlacedLogprob]()  # of tokens that are in no piece
         self._is_echoed, self._has_calls = not getattr(body, "echo", False), False
         if params.max_tokens == 0:  # one is always generated
             params = replace(params, max_tokens=1, stop_tokens=frozenset(), ignore_eos=True)
@@ -124,7 +125,7 @@ class Choice(Generation):
 
     def _keep_logprob(self) -> None:
         if (logprob := self.sampler.logprob) is not None:
-            self._logprobs.append(logprob._replace(offset=self._detokenizer.num_chars))
+            self._logprobs.append((logprob, self._detokenizer.num_chars))
 
     def _echo(self) -> None:
         """Add the prompt, once it is scored, before all else."""
@@ -133,7 +134,7 @@ class Choice(Generation):
             if self.params.scores_prompt:
                 own = IncrementalDetokenizer(self._stream.tokenizer, (), (), self._skips)
                 for logprob in TokenLogprob(self.prompt[0], None, ()), *self.prompt_logprobs:
-                    self._logprobs.append(logprob._replace(offset=own.num_chars))
+                    self._logprobs.append((logprob, own.num_chars))
                     own.add(logprob.token)
             text = self._detokenizer.text_of([*self.prompt])
             self._detokenizer.num_chars += len(text)

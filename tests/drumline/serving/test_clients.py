@@ -385,7 +385,7 @@ def test_a_token_that_is_a_part_of_a_character_has_its_own_bytes(byte_tokenizer)
     """Each had those of U+FFFD, and a client that joined them had no text."""
 
     def bytes_of(tokenizer, *tokens):
-        logprobs = [TokenLogprob(token, -1.0, ()) for token in tokens]
+        logprobs = [(TokenLogprob(token, -1.0, ()), 0) for token in tokens]
         return [each["bytes"] for each in logprobs_field(tokenizer, True, logprobs)["content"]]
 
     words = Tokenizer(models.WordLevel({"<0xE4>": 0, "<0xBD>": 1, "\ufffd!": 2, "a": 3}))
