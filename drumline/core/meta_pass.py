@@ -35,13 +35,7 @@ def _selected(condition: Tensor, *rest: Any, **options: Any) -> Any:
 
 
 def _attention_output(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Of attention, the result alone, since kernels keep no scores; on meta torch would.
-
-    On a CPU torch has none for values of another width than keys, and keeps the scores in float32
-    before and after their softmax.
-    """
-    if value.shape[-1] != key.shape[-1] and not torch.accelerator.is_available():
-        query.new_empty((2, *query.shape[:-1], key.shape[-2]), dtype=torch.float32)
+    """Of attention, the result alone, since kernels keep no scores; on meta torch would."""
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
