@@ -74,16 +74,21 @@ def compare_lists(comm: Communicator, call: str, tensors: Tensors) -> None:
 
     For a list of several: what is wrong in a later one would show once the first has moved.
     """
-    if len(tensors) > 1:
+    if len(tensors) > 1 and _is_compared(comm):
         sizes = ", ".join(f"{flat_numel(tensor)} {tensor.dtype}" for tensor in tensors)
         _compare(comm, call, f"{len(tensors)} tensors ({crc32(sizes.encode()):08x}) of {sizes}")
 
 
 def _compare(comm: Communicator, call: str, text: str) -> None:
-    """Raise on every rank if they describe other calls. On the CPU alone, as in _compare_parts."""
-    if comm.device.type == "cpu" and comm.world_size > 1:
+    """Raise on every rank if they describe other calls."""
+    if _is_compared(comm):
         rows = comm.allgather(text_to_tensor(text))
         check_identical(comm, call, [tensor_to_text(row) for row in rows])
+
+
+def _is_compared(comm: Communicator) -> bool:
+    """On the CPU alone, as in _compare_parts."""
+    return comm.device.type == "cpu" and comm.world_size > 1
 
 
 def allreduce_coalesced(comm: Communicator, tensors: Tensors, op: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -82,12 +83,20 @@ def _check_description(file: Path) -> None:
         ) from error
 
 
+def _may_be_read(folder: Path) -> bool:
+    """False for a folder that is closed to this user, or in one that is."""
+    try:
+        return not folder.is_dir() or os.access(folder, os.R_OK | os.X_OK)
+    except OSError as error:
+        return error.errno != errno.EACCES
+
+
 def check_has_config(folder: Path, adapter: str | Path | None = None) -> None:
     """Raise CheckpointError if a folder holds no model, or may not be read.
 
     Also for an adapter beside the model, which from_pretrained would apply, and nobody gave.
     """
-    if os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK):
+    if not _may_be_read(folder):
         raise CheckpointError(
             f"{folder} may not be read by this user; run `chmod -R u+rX` on it as its owner."
         )

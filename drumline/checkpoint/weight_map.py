@@ -69,7 +69,9 @@ def stored_ties(model: Any, index: Index) -> dict[str, str]:
     if not ties:
         return {}
     mapping, names = KeyMapping(model, dict(named_tensors(model))), {*ties, *ties.values()}
-    renamed = {mapping.rename(key)[0]: key for key in sorted(index, reverse=True)}
+    renamed: dict[str, str] = {}
+    for key in sorted(index, key=natural_key):  # of two, the first, as above
+        renamed.setdefault(mapping.rename(key)[0], key)
     return {name: renamed[name] for name in names & renamed.keys()}
 
 

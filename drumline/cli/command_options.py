@@ -195,6 +195,8 @@ def _launch_errors() -> Iterator[None]:
 
     try:
         yield
+    except launcher.LaunchError:  # some are an OSError, and have an exit code of their own
+        raise
     except (ValueError, OSError) as error:
         raise DrumlineError(str(error)) from error
 

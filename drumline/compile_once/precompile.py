@@ -37,6 +37,9 @@ VERSION = 1
 PATH_FIELDS = ("name_or_path", "_name_or_path")
 """Fields of a transformers model with the folder it came from, which is left out of the key."""
 
+DEVICE_FIELD = "hf_device_map"
+"""Of a transformers model, the numbers of its devices, which are left out, too."""
+
 WEIGHTLESS_OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
     "cpp_cache_precompile_headers": False,  # pays off from the second compilation on
@@ -165,14 +168,15 @@ def _distribute(
         received = coor.broadcast(data if coor.rank == src else None, src=src)
         needs = key == own_key and coor.rank in leaders[key] and data is None
         store = functools.partial(_store_checked, cache, key, received, digests[src])
-        _on_all_ranks(coor, store if needs else lambda: None)
+        _on_all_ranks(coor, store if needs else lambda: None, timings.TIMINGS.load_s)
 
 
 def _store_checked(cache: ArtifactCache, key: str, data: bytes, digest: bytes) -> None:
     if hashlib.sha256(data).digest() != digest:
         raise BuildError(f"the {len(data)} bytes of {key} arrived damaged")
     with cache.lock(key):
-        cache.store(key, data)
+        if cache.load(key) is None:
+            cache.store(key, data)
 
 
 def precompile(
@@ -286,7 +290,7 @@ def _settings(module: nn.Module) -> dict[str, str]:
         f"{name}.{key}": text
         for name, inner in module.named_modules()
         for key, value in vars(inner).items()
-        if key not in PATH_FIELDS and (text := _setting(value))
+        if key not in (*PATH_FIELDS, DEVICE_FIELD) and (text := _setting(value))
     }
 
 
@@ -296,11 +300,11 @@ def _setting(value: Any) -> str:
         value = (value.func, value.args, value.keywords)
     if type(value) in (tuple, list, dict):
         items = [_setting(item) for item in (value.items() if type(value) is dict else value)]
-        return f"{type(value).__name__}{items}" if all(items) else ""
+        return f"{type(value).__name__}({', '.join(items)})" if all(items) else ""
     if type(value) in (bool, int, float, str, type(None), torch.dtype):
         return repr(value)
     is_function = callable(value) and hasattr(value, "__qualname__")
-    return f"{value.__module__}.{value.__qualname__}" if is_function else ""
+    return f"{getattr(value, '__module__', '')}.{value.__qualname__}" if is_function else ""
 
 
 def _configuration(module: nn.Module) -> dict[str, str]:

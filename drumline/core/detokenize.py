@@ -15,6 +15,9 @@ from typing import Any
 REPLACEMENT = "\ufffd"
 """A tokenizer decodes bytes that are not a character yet as this one."""
 
+MAX_PENDING = 16
+"""Of the tokens that have no text yet, or only part of a character: more than any character has."""
+
 NUM_PROMPT_TOKENS = 5  # before a sequence, which decide whether its text begins with a space
 
 
@@ -50,7 +53,8 @@ class IncrementalDetokenizer:
         """Append a token; return the new text that later tokens cannot change."""
         self._tokens.append(token)
         text = self._pending_text()
-        if not text or text.endswith(REPLACEMENT):
+        is_open = not text or text.endswith(REPLACEMENT)
+        if is_open and len(self._tokens) - self._prefix_end < MAX_PENDING:
             return ""
         self.num_chars += len(text)
         self._prefix_start, self._prefix_end = self._prefix_end, len(self._tokens)

@@ -100,7 +100,8 @@ def _container_spec(value: Any, spec_of: Callable[[Any], TreeSpec]) -> TreeSpec:
     """The spec of a container; an Output, such as that of ViTMAE's decoder, keeps its class, and so
     does an Enum, of one value."""
     if isinstance(value, Enum):
-        return ("enum", full_name(type(value)), spec_of(value.value))
+        kind = "mixed" if isinstance(value, (int, str, float)) else "enum"
+        return (kind, full_name(type(value)), spec_of(value.value))
     if not isinstance(value, dict):
         kind = "list" if isinstance(value, list) else "tuple"
         return (kind, *[spec_of(item) for item in value])
@@ -112,8 +113,14 @@ def _container(spec: Any, value_of: Callable[[Any], Any]) -> Any:
     """The container that has this spec."""
     if spec[0] == "made":
         return class_named(spec[1], Output)(**value_of(spec[2]))
-    if spec[0] == "enum":
-        return class_named(spec[1], Enum)(value_of(spec[2]))
+    if spec[0] in ("enum", "mixed"):
+        value = value_of(spec[2])
+        try:
+            return class_named(spec[1], Enum)(value)
+        except DrumlineError:
+            if spec[0] == "enum":
+                raise
+            return value  # which is equal to it
     if spec[0] == "dict":
         return {key: value_of(item) for key, item in spec[1:]}
     values = [value_of(item) for item in spec[1:]]
@@ -128,7 +135,7 @@ def _children(spec: Any) -> Sequence[Any]:
         return [item for _, item in spec[2:]]
     if spec[0] in ("tuple", "list", "pair"):
         return spec[1:]  # type: ignore[no-any-return]
-    return spec[2:] if spec[0] in ("made", "enum") else ()
+    return spec[2:] if spec[0] in ("made", "enum", "mixed") else ()
 
 
 def _key(key: Any) -> str:
@@ -182,7 +189,7 @@ def unflatten(spec: Any, unflattener: Unflattener) -> Any:
         unflattener.shared.append(class_named(spec[1], UserDict)(items))
         return unflattener.shared[-1]
     made = _container(spec, lambda item: unflatten(item, unflattener))
-    if kind not in ("tuple", "enum"):
+    if kind not in ("tuple", "enum", "mixed"):
         unflattener.containers.append(made)
     return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import pkgutil
@@ -50,8 +51,9 @@ def check_signatures(engine: str, version: str, *owners: str, folder: Path = OWN
     record = record_of(engine, folder)
     for owner in owners:
         try:
+            importlib.import_module(owner.rpartition(".")[0])  # says why it cannot be imported
             installed = pkgutil.resolve_name(owner)
-        except (ImportError, AttributeError):  # it has another name there
+        except (ModuleNotFoundError, AttributeError):  # it has another name there
             installed = None
         for name, expected in record[owner].items():
             function = None if installed is None else inspect.getattr_static(installed, name, None)

@@ -54,9 +54,9 @@ class ApiError(Exception):
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
         """This error, where the client calls fields otherwise."""
-        own, field = self.body["error"], rf"^({'|'.join(names)})\b"
+        own, field = self.body["error"], rf"^({'|'.join(names)})(\.\d+)?\b"
         texts = (str(self), own["param"] or "")
-        message, param = (re.sub(field, lambda match: names[match[0]], text) for text in texts)
+        message, param = (re.sub(field, lambda match: names[match[1]], text) for text in texts)
         return ApiError(self.status, message, own["code"], param or None)
 
 

@@ -140,7 +140,9 @@ def load_checkpoint_and_dispatch(
         options = {"max_memory": memory, "dtype": dtype, "cls": kind, "config": model.config}
         return load(checkpoint, device_map, **options)
     if dtype is not None:
-        model = model.to(checkpoint_dtype(dtype, None))
+        for tensor in model.state_dict(keep_vars=True).values():  # what comes from the checkpoint
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(checkpoint_dtype(dtype, None))
     options = {"max_memory": memory, "no_split_module_classes": get("no_split_module_classes")}
     return dispatch(model, device_map, checkpoint=checkpoint, offload_dir=folder, **options)
 

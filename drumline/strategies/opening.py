@@ -243,8 +243,8 @@ def _tied_copies(checkpoint: Checkpoint) -> list[str]:
     model = build_on_meta(checkpoint.kind, checkpoint.config, checkpoint.dtype)
     keys = stored_ties(model, index)
     firsts = {name: same.get(key, key) for name, key in keys.items()}
-    ties = [(name, source) for name, source in model.all_tied_weights_keys.items() if name in keys]
-    return [keys[name] for name, source in ties if firsts[name] == firsts.get(source)]
+    ties = model.all_tied_weights_keys.items() if keys else ()
+    return [keys[n] for n, source in ties if n in keys and firsts[n] == firsts.get(source)]
 
 
 def _without(checkpoint: Checkpoint, names: Sequence[str]) -> Checkpoint:
@@ -261,7 +261,8 @@ def checkpoint_dtype(
     kind: type[DrumlineError] = PlanError
     source = ""
     if dtype in (None, "auto"):
-        stored = (tensor.torch_dtype for tensor in (index or {}).values())
+        items = sorted((index or {}).items(), key=lambda item: (item[1].file, item[0]))
+        stored = (tensor.torch_dtype for _, tensor in items)
         floats = (one for one in stored if one.is_floating_point and one.itemsize > 1)
         dtype = getattr(config, "dtype", None) or next(floats, torch.float32)
         kind, source = CheckpointError, "config.json: "

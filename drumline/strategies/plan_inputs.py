@@ -19,7 +19,11 @@ from drumline.checkpoint.json_files import gguf_path
 from drumline.checkpoint.safetensors_index import ComputedTensor, Index
 from drumline.checkpoint.source import Checkpoint, CheckpointFiles
 from drumline.checkpoint.weight_map import WeightMap, map_weights, stored_ties
-from drumline.contact.loading.configs import with_implementations, without_quantization
+from drumline.contact.loading.configs import (
+    attention_of,
+    with_implementations,
+    without_quantization,
+)
 from drumline.core.consistency import run_on_all_ranks
 from drumline.core.device_map import DeviceMap, ModelProfile, Place
 from drumline.errors import CheckpointError
@@ -29,7 +33,12 @@ from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import allowed_memory
 from drumline.planner.outside_reads import read_outside
 from drumline.planner.plan import plan
-from drumline.planner.token_memory import shared_token_memory, token_memory, with_tokens
+from drumline.planner.token_memory import (
+    TokenMemory,
+    shared_token_memory,
+    token_memory,
+    with_tokens,
+)
 from drumline.strategies.opening import open_checkpoint, weight_format
 
 BITS_OF_A_BYTE = 8
@@ -70,9 +79,17 @@ def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOption
     files, model, parts = run_on_all_ranks(coor, lambda: sized_model(checkpoint, options))
     checkpoint = replace(checkpoint, files=files)
     _check_is_stored(checkpoint, model)
-    config = with_implementations(checkpoint.config, options.rest)
-    sizes = options.pass_batch, options.length
-    measure = functools.partial(token_memory, checkpoint.kind, config, dtype, parts, *sizes)
+    implementations = dict(options.rest)
+    if coor.world_size > 1:  # prompts come in chunks, whose scores no attention has all at once
+        implementations["attn_implementation"] = attention_of(checkpoint.config)
+    config = with_implementations(checkpoint.config, implementations)
+
+    def measure() -> TokenMemory:
+        sizes = dtype, parts, options.pass_batch, options.length
+        memory = token_memory(checkpoint.kind, config, *sizes)
+        # Some kernels do not run without values; what they keep is what others keep.
+        return token_memory(checkpoint.kind, checkpoint.config, *sizes) if memory.error else memory
+
     memory = shared_token_memory(coor, checkpoint.kind, measure)
     parts = with_tokens(parts, memory.of_batch(options.batch, options.pass_batch))
     step = PassShape(options.batch, model_profile.hidden_width(config), dtype.itemsize)

@@ -37,7 +37,7 @@ def check_specs(
     model: nn.Module, styles: Styles, specs: Mapping[str, tuple[ShardSpec, ...]], size: int
 ) -> None:
     """Raise PlanError if the shards that the styles lead to would give another result."""
-    _check_reductions(model, styles, specs)
+    _check_reductions(model, styles, specs, size)
     for name, style in styles.items():
         if style == "rowwise" and styles.get(name.rpartition(".")[0]) == "moe_tp_experts":
             _check_alignment(model, name, size)
@@ -180,21 +180,29 @@ def _check_experts(model: nn.Module, styles: Styles, size: int) -> None:
 
 
 def _check_reductions(
-    model: nn.Module, styles: Styles, specs: Mapping[str, tuple[ShardSpec, ...]]
+    model: nn.Module, styles: Styles, specs: Mapping[str, tuple[ShardSpec, ...]], size: int
 ) -> None:
     """An output that every rank computes in full must not be summed."""
     modules = {name for name, _ in model.named_modules()}
     for name in (name for name, style in styles.items() if style in tp_plan.REDUCING):
         inside = [p for p in specs if p.startswith(f"{name}.")]
-        own = [p for p in inside if p.rpartition(".")[0] == name]
         summed = [n for n in modules if n.startswith(f"{name}.") and styles.get(n) in tp_plan.SUMS]
-        whole = [p for p in own if p.endswith("bias") and not specs[p]] + sorted(summed)
-        if whole or not any(specs[p] for p in inside):
+        whole = [p for p in inside if _is_added_by_all(p, name, specs)] + sorted(summed)
+        if (whole and size > 1) or not any(specs[p] for p in inside):
             why = f"{whole[0]} gives all of them the same" if whole else "nothing in it is sharded"
             raise PlanError(
                 f"{name} is {styles[name]!r}, which sums the outputs of all ranks, and {why}, so "
                 "the sum would be too large; shard its parameters too, or leave it out."
             )
+
+
+def _is_added_by_all(
+    parameter: str, module: str, specs: Mapping[str, tuple[ShardSpec, ...]]
+) -> bool:
+    """True of a whole bias of the module itself, or of a layer in it that takes shards of rows."""
+    owner, _, name = parameter.rpartition(".")
+    takes_shards = any(split.dim == 1 for split in specs.get(f"{owner}.weight", ()))
+    return name.endswith("bias") and not specs[parameter] and (owner == module or takes_shards)
 
 
 def _check_alignment(model: nn.Module, name: str, size: int) -> None:

@@ -43,7 +43,7 @@ ZERO_SHIFTS = {
     ("awq", "none"): 0,
     ("awq", "gemm"): 0,
 }
-"""The number of ones in each word of stored zeros, by the method and the variant of its format."""
+"""What is added to each zero within its word, by the method and the variant of its format."""
 TRANSPOSED_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 QUANTIZED = ("F8_E4M3", "F8_E5M2", "I8")
 SCALE_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E8M0", "U8")

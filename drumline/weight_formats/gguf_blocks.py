@@ -17,9 +17,14 @@ from drumline.checkpoint.headers.gguf_header import import_gguf
 Parts = Sequence[torch.Tensor]
 """The fields of blocks, [blocks, bytes of the field] each."""
 
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Kinds of numbers that are in no blocks."""
+
 
 def dequantized(rows: torch.Tensor, kind: str) -> torch.Tensor:
     """Rows of blocks, [rows, bytes] uint8, as numbers, [rows, elements] float32."""
+    if kind in PLAIN:
+        return rows.contiguous().view(PLAIN[kind]).float()
     if kind not in LAYOUTS:
         gguf = import_gguf()
         numbers = gguf.dequantize(rows.cpu().numpy(), gguf.GGMLQuantizationType[kind])

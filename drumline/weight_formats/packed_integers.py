@@ -55,6 +55,7 @@ def integers_of(
     starts, sizes = zip(*spans[:dim], (first, end - first), *spans[dim + 1 :], strict=True)
     words = reader.box(stored, Region(starts, sizes)).movedim(dim, -1).unsqueeze(-1)
     shifts = torch.tensor(order or range(per_word), dtype=torch.int32) * num_bits
-    integers = words + shift >> shifts & (1 << num_bits) - 1
+    words = words + shift if shift else words
+    integers = words >> shifts & (1 << num_bits) - 1
     skipped = start - first * per_word
     return integers.flatten(-2)[..., skipped : skipped + size].movedim(-1, dim)

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import functools
 import json
-import os
 import re
 import tempfile
 import textwrap
@@ -35,7 +34,14 @@ UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 def is_hub_id(path: str | Path) -> bool:
     """True for `org/name` where no such folder is."""
-    return bool(ID.fullmatch(str(path))) and not os.path.exists(path)
+    return bool(ID.fullmatch(str(path))) and not _is_there(path)
+
+
+def _is_there(path: str | Path) -> bool:
+    try:
+        return Path(path).exists()
+    except OSError as error:  # a folder that may not be looked into is one
+        return error.errno != errno.ENAMETOOLONG
 
 
 def local_folder(
@@ -108,9 +114,10 @@ def _with_weights(path: str | Path, folder: Path) -> Path:
     """The folder. Raises CheckpointError if it came from the Hub without weights."""
     if is_hub_id(path) and not any(folder.glob(WEIGHTS)):
         raise CheckpointError(
-            f"the model {path} of the Hub has no .safetensors file, so there is nothing to load; "
-            "give the name of its GGUF file as gguf_file=, if it has one, or, where you trust its "
-            "pickles, a folder into which save_pretrained() of transformers has written it."
+            f"the model {path} of the Hub has no .safetensors file, or none is in the cache and "
+            "the Hub is out of reach, so there is nothing to load; give the name of its GGUF file "
+            "as gguf_file=, if it has one, or, where you trust its pickles, a folder into which "
+            "save_pretrained() of transformers has written it."
         )
     return folder
 

@@ -32,7 +32,9 @@ def logprobs_field(
     def bytes_of(token: int) -> list[int] | None:
         if REPLACEMENT not in (text := text_of(token)):
             return list(text.encode())
-        piece = str(tokenizer.convert_ids_to_tokens(token))  # of a character that it is a part of
+        piece = tokenizer.convert_ids_to_tokens(token)  # of a character that it is a part of
+        if isinstance(piece, bytes) or REPLACEMENT in piece:
+            return list(piece if isinstance(piece, bytes) else text.encode())
         if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):
             return [int(byte[1], 16)]
         return [*map(LETTERS.__getitem__, piece)] if {*piece} <= LETTERS.keys() else None

@@ -22,6 +22,8 @@ UNPARSED = (ValueError, KeyError, TypeError, RecursionError)
 """By these transformers' parser and the form of calls refuse what a model wrote: it may not be
 JSON, have other fields or types, or be nested too deeply."""
 
+JSON_STARTS = '{["-0123456789tfn'
+
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names of it in templates
 
 
@@ -92,6 +94,7 @@ class TemplateParser(PlainText):
 
     def finish(self, is_cut: bool = False) -> list[Delta]:
         whole = self.feed("\n") if is_cut and self._parser else []  # a call that ends at the cut
+        self._unsent = self._unsent.removesuffix("\n") if is_cut else self._unsent
         self._is_cut = is_cut
         return whole + self._parsed("", is_end=True)
 
@@ -135,6 +138,24 @@ class TemplateParser(PlainText):
         return deltas
 
 
+class JsonOrCall(PlainText):
+    """The parser of an answer that a grammar makes JSON, unless it begins with a call."""
+
+    uses_special_tokens = True
+
+    def __init__(self, calls: PlainText) -> None:
+        self._parser, self._has_begun = calls, False
+
+    def feed(self, text: str) -> list[Delta]:
+        if not self._has_begun and (first := text.lstrip()[:1]):
+            self._has_begun = True
+            self._parser = PlainText() if first in JSON_STARTS else self._parser
+        return self._parser.feed(text)
+
+    def finish(self, is_cut: bool = False) -> list[Delta]:
+        return self._parser.finish(is_cut)
+
+
 def message_parser(
     tokenizer: Any, request: protocol.GenerationRequest, prompt: Sequence[int]
 ) -> PlainText:
@@ -158,7 +179,8 @@ def message_parser(
     except UNPARSED:  # the beginning of the answer, in the prompt, is not what its template says
         return PlainText()
     is_continued = request.continue_final_message and text == text.rstrip()
-    return TemplateParser(parser, None if request.parallel_tool_calls else 1, is_continued)
+    calls = TemplateParser(parser, None if request.parallel_tool_calls else 1, is_continued)
+    return calls if request.json_schema is None else JsonOrCall(calls)
 
 
 def call_starts(tokenizer: Any, request: protocol.GenerationRequest) -> list[int]:
@@ -168,8 +190,11 @@ def call_starts(tokenizer: Any, request: protocol.GenerationRequest) -> list[int
     field = template["fields"].get("tool_calls")
     if not field or request.json_schema is None or not getattr(request, "may_call", False):
         return []
-    start = str(field.get("open", field.get("open_pattern"))).replace("\\", "")
-    tokens = [token for word, token in tokenizer.get_added_vocab().items() if word in start]
+    opening, vocabulary = field.get("open", field.get("open_pattern")), tokenizer.get_added_vocab()
+    openings = map(str, opening if isinstance(opening, list) else [opening])
+    starts = [text.replace("\\s*", "").replace("\\", "") for text in openings]
+    words = [[word for word in vocabulary if start.startswith(word)] for start in starts]
+    tokens = [vocabulary[max(each, key=len)] for each in words if each]
     if not tokens:
         raise ValueError(
             "calls of this model do not begin with a token that tells them from JSON; leave out "

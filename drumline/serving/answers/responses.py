@@ -30,7 +30,10 @@ def parse_as_chat(body: bytes | bytearray) -> dict[str, Any]:
     """The fields of the chat that a request is. Raises ApiError for what chats do not have."""
     fields = {name: value for name, value in protocol.parse(body).items() if value is not None}
     scores = filter(fields.get, ("logprobs", "top_logprobs"))
-    for name in {"messages", "n", *scores} & fields.keys():
+    if "messages" in fields:
+        refusal = "this API has no field messages; send them as input"
+        raise protocol.invalid_request(refusal, "messages")
+    for name in {"n", *scores} & fields.keys():
         raise protocol.unsupported(name, name)
     for name in {"conversation", "previous_response_id"} & fields.keys():
         raise _not_stored(name, name)

@@ -7,6 +7,7 @@ import logging
 import re
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -107,6 +108,18 @@ def test_weights_of_a_config_without_a_dtype_keep_theirs(folder, on_master):
     assert plain.dtype == torch.bfloat16
     assert torch.equal(on_master(folder, 2, logits), logits(plain))
     assert checkpoint_dtype(None, transformers.LlamaConfig()) == torch.float32
+
+
+def test_the_dtype_of_weights_of_several_is_that_of_the_first_name(folder, on_master):
+    """In the file the widest come first, so one tensor in float32 made all of them that."""
+    LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"].float()
+    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    configured(folder, dtype=None)
+    plain = LlamaForCausalLM.from_pretrained(folder)
+    assert plain.dtype == torch.bfloat16
+    assert torch.equal(on_master(folder, 2, logits), logits(plain))
 
 
 @pytest.mark.parametrize("has_files", [True, False])

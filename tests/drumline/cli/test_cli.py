@@ -665,3 +665,8 @@ def test_an_encoder_decoder_is_not_served(checkpoints, capsys):
     _, path = checkpoints.make("t5 to serve", "T5ForConditionalGeneration", **small)
     assert main(["serve", "--model", str(path)]) == 1
     assert "serve a decoder" in capsys.readouterr().err
+
+
+def test_a_launch_that_took_too_long_has_its_own_exit_code_also_where_no_rank_was_started():
+    with pytest.raises(launcher.LaunchTimeout), command_options._launch_errors():
+        raise launcher.LaunchTimeout("the other machine did not come")

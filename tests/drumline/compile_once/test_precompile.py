@@ -329,6 +329,17 @@ def test_the_key_of_a_model_knows_its_settings(change):
     assert module_key(first, (X,)) != module_key(second, (X,))
 
 
+def test_the_key_of_a_model_takes_settings_of_every_kind_and_leaves_out_its_device():
+    first, second = Outer(), Outer()
+    for device, model in enumerate((first, second)):
+        model.hf_device_map, model.act, model.tree = {"": device}, torch.Tensor.relu, "leaf"
+        for _ in range(40):
+            model.tree = {"in": model.tree}
+    assert module_key(first, (X,)) == module_key(second, (X,))
+    second.act = torch.Tensor.tanh
+    assert module_key(first, (X,)) != module_key(second, (X,))
+
+
 def test_the_key_of_a_model_knows_the_dtype_that_it_is_cast_to():
     keys = [module_key(Outer(), (X,))]
     for dtype in (torch.bfloat16, torch.float16):

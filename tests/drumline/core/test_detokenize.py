@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from drumline.core.detokenize import IncrementalDetokenizer
+from drumline.core.detokenize import MAX_PENDING, IncrementalDetokenizer
 
 WORDS = st.text(alphabet="ab é漢🙂", max_size=12)
 
@@ -27,6 +27,22 @@ def pieces_of(text, stop=(), min_tokens=0):
         if detokenizer.stopped_by:
             break
     return [*pieces, detokenizer.flush()]
+
+
+def test_tokens_without_text_and_half_characters_are_not_decoded_again_for_ever():
+    """A prompt of them kept a server busy with the square of its length."""
+    longest = 0
+
+    class Counting(ByteTokenizer):
+        def decode(self, tokens, skip_special_tokens):
+            nonlocal longest
+            longest = max(longest, len(tokens))
+            return super().decode([token for token in tokens if token], skip_special_tokens)
+
+    detokenizer = IncrementalDetokenizer(Counting())
+    tokens = [0] * 200 + [0xFF] * 200 + [*b"a"]
+    text = "".join([*map(detokenizer.add, tokens), detokenizer.flush()])
+    assert text == "\ufffd" * 200 + "a" and longest <= 2 * MAX_PENDING
 
 
 @given(WORDS)

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import drumline
 import launcher
 from drumline import DrumlineError
+from drumline.core.pytree import Leaves, Unflattener, flatten, unflatten
 from drumline.pipeline.unsupported import UnsupportedMixin, make_read_only
 from tests.drumline.conftest import LLAMA
 
@@ -399,6 +400,21 @@ def test_a_member_of_an_enum_stays_one_on_its_way_to_a_layer_and_back():
     assert on_two_ranks(
         lambda: nn.ModuleDict({"first": nn.Linear(2, 2), "second": Named(2, 2)}), work
     )
+
+
+def test_a_member_of_an_enum_that_only_the_script_has_arrives_as_its_number_or_text():
+    """Only rank 0 runs the script of `drumline auto`; what is neither cannot arrive."""
+
+    def arrived(member):
+        leaves = Leaves()
+        kind, _, value = flatten(member, leaves, lambda cache: 0)
+        spec = (kind, "__main__.OfTheScript", value)
+        return unflatten(spec, Unflattener(iter(leaves.ints), [], {}))
+
+    assert [arrived(Kind.DOUBLE), arrived(Name.DOUBLE)] == [2, "double"]
+    assert {type(arrived(member)) for member in (Kind.DOUBLE, Name.DOUBLE)} == {int, str}
+    with pytest.raises(DrumlineError, match="OfTheScript"):
+        arrived(Flags.ONE)
 
 
 def test_a_number_that_is_another_one_in_each_call_makes_no_new_program():

@@ -391,7 +391,10 @@ def test_a_token_that_is_a_part_of_a_character_has_its_own_bytes(byte_tokenizer)
     words = Tokenizer(models.WordLevel({"<0xE4>": 0, "<0xBD>": 1, "\ufffd!": 2, "a": 3}))
     words.decoder = decoders.ByteFallback()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
-    assert bytes_of(tokenizer, 0, 1, 3, 2) == [[0xE4], [0xBD], [97], None]
+    assert bytes_of(tokenizer, 0, 1, 3, 2) == [[0xE4], [0xBD], [97], [*"\ufffd!".encode()]]
+    tokenizer.convert_ids_to_tokens = lambda token: b"\xe4"  # as code of a checkpoint's own
+    tokenizer.decode = lambda tokens: "\ufffd"
+    assert bytes_of(tokenizer, 0) == [[0xE4]]
     letters = pre_tokenizers.ByteLevel.alphabet()
     tokens = byte_tokenizer.convert_tokens_to_ids(sorted(letters))
     made = bytes_of(byte_tokenizer, *tokens)

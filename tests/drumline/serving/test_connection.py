@@ -43,13 +43,20 @@ class Echo:
             nbytes, more = nbytes + len(message.get("body", b"")), message.get("more_body", False)
         if path == "/wait":
             self.num_waiting += 1
-            await self.end.wait()
+            await self._wait(receive)
         if path == "/end":
             self.end.set()
         body = b"x" * HUGE if path == "/huge" else str(nbytes).encode()
         length = (b"content-length", str(len(body)).encode())
         await send({"type": "http.response.start", "status": 200, "headers": [length]})
         await send({"type": "http.response.body", "body": body})
+
+    async def _wait(self, receive):
+        """Look again and again whether the client has left, as the server does."""
+        while not self.end.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(receive(), 0.01)
+                await self.end.wait()
 
 
 @pytest.fixture

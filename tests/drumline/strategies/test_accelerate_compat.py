@@ -314,8 +314,12 @@ def test_weights_are_loaded_into_a_module_as_the_dtype_that_is_given(tmp_path):
     def rank():
         with building:
             model = three(False)
+        model.linear1.register_buffer("computed", torch.ones(1), persistent=False)
         given = {"dtype": "float64"}
         found = drumline.load_checkpoint_and_dispatch(model, tmp_path, MAPS[0], **given)
+        assert (
+            model.linear1.computed.dtype == torch.float32
+        )  # as Accelerate, which casts what it loads
         with torch.no_grad(), found as spread:
             return spread(INPUT.double())
 

@@ -898,6 +898,21 @@ def test_a_bias_of_experts_that_would_be_added_once_for_each_rank_is_refused():
         layer.mlp.experts.down_proj_bias = nn.Parameter(torch.zeros(4, 32))
     with pytest.raises(PlanError, match=r"experts\.down_proj_bias gives all of them the same"):
         shard_specs(model, styles, 2)
+    assert shard_specs(model, styles, 1)
+
+
+def test_a_bias_in_a_list_of_experts_that_would_be_added_once_for_each_rank_is_refused():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            pairs = [{"w1": nn.Linear(8, 8, bias=False), "w2": nn.Linear(8, 8)} for _ in range(2)]
+            self.experts = nn.ModuleList(nn.ModuleDict(pair) for pair in pairs)
+
+    plan = {"experts": "moe_tp_experts"}
+    plan |= {"experts.*.w1.weight": "colwise", "experts.*.w2.weight": "rowwise"}
+    model = Experts()
+    with pytest.raises(PlanError, match=r"experts\.0\.w2\.bias gives all of them the same"):
+        shard_specs(model, read_plan(model, plan), 2)
 
 
 def test_gate_and_up_of_experts_in_one_tensor_are_sharded_in_one_way():

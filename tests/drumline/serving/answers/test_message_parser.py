@@ -90,6 +90,8 @@ def test_a_call_that_was_cut_is_text_and_one_that_ends_at_the_cut_is_a_call(seed
     tokenizer = Qwen(model_type="qwen3_5")
     message = merged(parsed(cut, seed, tokenizer, is_cut=True))
     assert message["content"] == cut and "tool_calls" not in message
+    cut = 'Go. <tool_call>\n{"name": "f", "argum'
+    assert merged(parsed(cut, seed, is_cut=True))["content"] == cut
     (made,) = merged(parsed(whole, seed, tokenizer, is_cut=True))["tool_calls"]
     assert made["function"]["arguments"] == '{"from": "from", "to": "to"}'
 
@@ -147,7 +149,18 @@ def test_a_call_that_may_come_in_place_of_json_begins_with_a_token_of_its_own(mo
     assert call_starts(tokenizer, request()) == []
     assert call_starts(tokenizer, request(**form, tool_choice="none")) == []
     assert call_starts(object(), request(**form)) == []
-    assert merged(parsed('{"a": 1}', 1, tokenizer, **form))["content"] == '{"a": 1}'
+    for text in ('{"a": 1}', '{"a": "use <think> and <tool_call>{}</tool_call> here"}'):
+        assert merged(parsed(text, 1, tokenizer, **form)) == {"role": "assistant", "content": text}
+
+
+def test_a_call_that_may_come_in_place_of_json_begins_with_the_first_token_of_its_delimiter():
+    """Each in the delimiter let anything follow, also what begins an answer."""
+    tokenizer, form = Qwen(), {"response_format": {"type": "json_object"}}
+    opening = r"\s*<\|start\|>assistant<\|channel\|>commentary to="
+    tokenizer.response_template = {"fields": {"tool_calls": {"open_pattern": opening}}}
+    words = {"<|start|>": 1, "<|channel|>": 2, "<|st": 3, "a": 4, " ": 5}
+    tokenizer.get_added_vocab = lambda: words
+    assert call_starts(tokenizer, request(**form)) == [1]
 
 
 @pytest.mark.parametrize("seed", [None, 1])
