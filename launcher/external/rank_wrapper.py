@@ -32,7 +32,7 @@ from launcher.system import descendants, linux
 from launcher.system.stop_signals import STOP_SIGNALS
 
 CHUNK = select.PIPE_BUF  # a pipe takes this much atomically, and so not within another's line
-PIPE_NBYTES = 1 << 16  # that a pipe holds (pipe(7))
+PIPE_NBYTES = 1 << 20  # that a pipe holds at most: 16 pages of up to 64 KiB (pipe(7))
 STREAMS = {"out": 1, "err": 2}
 Pipes = dict[str, tuple[int, int]]
 

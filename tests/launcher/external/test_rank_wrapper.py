@@ -1,5 +1,6 @@
 """The process between an external launcher and a rank."""
 
+import fcntl
 import itertools
 import os
 import subprocess
@@ -90,6 +91,20 @@ def test_a_child_that_prints_for_ever_does_not_keep_a_rank_that_has_ended():
         sizes = [len(data) for _, data in read]
         os.close(pidfd)
     assert sizes == [rank_wrapper.PIPE_NBYTES, 0]
+
+
+def test_the_last_lines_are_read_also_where_a_pipe_holds_a_mebibyte():
+    """As with pages of 64 KiB, where one of 64 KiB was read."""
+    reading, writing = os.pipe()
+    size = fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 1 << 20)
+    os.write(writing, bytes(size))
+    with subprocess.Popen(["true"]) as ended:
+        pidfd = os.pidfd_open(ended.pid)
+        ended.wait()
+        read = list(rank_wrapper._read({reading: "out"}, pidfd))
+    for fd in (reading, writing, pidfd):
+        os.close(fd)
+    assert sum(len(data) for _, data in read) == size == 1 << 20
 
 
 ENDLESS = """
