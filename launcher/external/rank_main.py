@@ -46,12 +46,13 @@ def main(folder: str, kind: str, name: str, *arguments: str) -> int:
 def complete_record(folder: Path, rank: int, failure: dict[str, Any]) -> None:
     """Write the file of a rank that was killed; of others, the traceback to their log.
 
-    Where it cannot be written, the signal is told here: the launcher will not.
+    Where it cannot be written, a signal that the launcher did not send is told here.
     """
     file, log = _file(folder, rank), folder / LOGS / f"rank-{rank}.err"
     reported = json_values.loads(file.read_bytes()).get("failure") if file.exists() else None
     if reported is None:  # or it has a result, and died in an exit handler
-        if not write_record(folder, rank, {"failure": failure}) and failure.get("signal"):
+        is_cause = failure.get("signal") and not failure.get("ended_by_launcher")
+        if not write_record(folder, rank, {"failure": failure}) and is_cause:
             print(Failure(**failure).summary(), failure["traceback"], sep="\n", file=sys.stderr)
     elif log.exists():
         with _naming_unwritable(log), log.open("a", encoding="utf-8", errors="replace") as end:

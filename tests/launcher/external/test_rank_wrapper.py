@@ -180,6 +180,12 @@ def test_a_crash_where_the_folder_of_the_launch_is_not_is_told_there(capsys, tmp
     assert told.startswith("rank 1 (") and told.endswith("was killed by SIGSEGV\nFile stack.py\n")
 
 
+def test_a_rank_that_the_launcher_has_ended_is_not_told_where_its_folder_is_not(capsys, tmp_path):
+    """The error of the rank that failed was followed by the stacks of all others."""
+    rank_main.complete_record(tmp_path / "elsewhere", 1, {**CRASH, "ended_by_launcher": True})
+    assert capsys.readouterr().err == ""
+
+
 def test_a_log_takes_a_traceback_that_is_not_utf_8_and_is_named_where_it_is_full(capsys, tmp_path):
     log = tmp_path / rank_main.LOGS / "rank-0.err"
     log.parent.mkdir()
