@@ -146,6 +146,7 @@ def environment(backend: Any, job: Job) -> dict[str, str]:
     variables = rank_environment.without_launch(os.environ)
     secret = os.urandom(launch_secret.NBYTES) if job.secret is None else job.secret
     variables[launch_secret.SECRET] = secret.hex()
+    variables.update(rank_environment.job_variables(job))
     return {**variables, **(backend.environment(job) if hasattr(backend, "environment") else {})}
 
 

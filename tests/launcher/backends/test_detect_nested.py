@@ -122,6 +122,11 @@ def test_a_bare_mpiexec_inside_a_rank_of_ours_does_not_meet_where_that_does(oute
     assert info.master_port == ports.candidates(info.launch_id)[0]
 
 
+def test_a_launcher_that_has_only_a_command_is_traced_with_the_calls_of_its_ranks():
+    job = Job(Target("script", "train.py"), trace="/tmp/inner")
+    assert backend_launcher.environment(object(), job)["DRUMLINE_TRACE"] == "/tmp/inner"
+
+
 def test_settings_of_the_user_reach_ranks_of_other_hosts_under_open_mpi(outer_rank, monkeypatch):
     """It exports no other variables, and so some ranks encrypted and others did not."""
     job = Job(Target("script", "train.py"), trace="/tmp/inner")
