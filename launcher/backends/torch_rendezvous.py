@@ -8,16 +8,15 @@ from launcher import launch_secret, ports
 from launcher.job import LOOPBACK, Job
 from launcher.launch_info import integer
 from launcher.runtime import rank_environment
-from launcher.system import nesting
 
 
 def rendezvous_info(environ: Mapping[str, str], launch_id: str, addr: str) -> dict[str, object]:
     """launch_id, master_addr and master_port of a LaunchInfo, the same on every rank.
 
-    LAUNCH_ID, MASTER_ADDR and MASTER_PORT override the arguments, each if it is set; the default
-    port is the first that hashes from the launch_id. Inside one of our ranks they are that rank's.
+    LAUNCH_ID, MASTER_ADDR and MASTER_PORT override the arguments, each if it is set, and not by a
+    rank of ours around this; the default port is the first that hashes from the launch_id.
     """
-    environ = {} if nesting.has_our_run_id(environ) else environ
+    environ = rank_environment.without_rendezvous(environ)
     name = environ.get("LAUNCH_ID") or launch_id
     port = environ.get("MASTER_PORT")
     return {

@@ -30,6 +30,11 @@ OF_LAUNCH = (
     *(TORCH_PORT, RESTART_COUNT, CHOICE, recorder.VARIABLE),
     *(launch_secret.SECRET_FD, *launch_token.VARIABLES),
 )
+RENDEZVOUS = {  # each with the variable that has the same value in a rank of ours
+    "LAUNCH_ID": nesting.LAUNCH_ID,
+    "MASTER_ADDR": ENV_PREFIX + "MASTER_ADDR",
+    "MASTER_PORT": TORCH_PORT,
+}
 # Without it Accelerate, on a node without accelerators, makes each rank a world of its own.
 ACCELERATE_USE_CPU = "ACCELERATE_USE_CPU"
 
@@ -66,7 +71,17 @@ def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables without those of an enclosing launch, if this is a rank of ours."""
     is_ours = nesting.has_our_run_id(environ)
     names = {*OF_LAUNCH, *(torchrun_variables(LaunchInfo("none"), 0, 0) if is_ours else ())}
-    return {name: value for name, value in environ.items() if name not in names}
+    kept = without_rendezvous(environ).items()
+    return {name: text for name, text in kept if name not in names - RENDEZVOUS.keys()}
+
+
+def without_rendezvous(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables without LAUNCH_ID, MASTER_ADDR and MASTER_PORT of an enclosing rank of ours.
+
+    What its user has set in place of them stays.
+    """
+    ours = {name for name, twin in RENDEZVOUS.items() if environ.get(name) == environ.get(twin)}
+    return {name: text for name, text in environ.items() if name not in ours}
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
@@ -82,7 +97,7 @@ def set_default_device() -> None:
 
 
 def torchrun_variables(info: LaunchInfo, torch_port: int, restart_count: int) -> dict[str, str]:
-    """torchrun's variables for this rank.
+    """torchrun's variables for this rank, and TORCH_PORT, by which MASTER_PORT is known as ours.
 
     The run id is there because libraries recognise torchrun by it. That no agent has a store is
     said because an enclosing torchrun may have set the opposite.
@@ -95,6 +110,7 @@ def torchrun_variables(info: LaunchInfo, torch_port: int, restart_count: int) ->
         "GROUP_RANK": info.extras.get(NODE_RANK, str(info.rank // info.local_world_size)),
         "MASTER_ADDR": info.master_addr,
         "MASTER_PORT": str(torch_port),
+        TORCH_PORT: str(torch_port),
         TORCH_RUN_ID: info.launch_id,
         "TORCHELASTIC_RESTART_COUNT": str(restart_count),
         "TORCHELASTIC_USE_AGENT_STORE": "False",

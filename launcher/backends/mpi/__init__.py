@@ -72,7 +72,7 @@ def _hydra(environ: Mapping[str, str]) -> LaunchInfo | None:
 def _info(
     environ: Mapping[str, str], variables: dict[str, str], table: Mapping[str, str], launch_id: str
 ) -> LaunchInfo:
-    sizes = read_numbers(variables, table)
+    sizes, environ = read_numbers(variables, table), rank_environment.without_rendezvous(environ)
     one_node = sizes["local_world_size"] == sizes["world_size"]
     launch_id = environ.get("LAUNCH_ID") or launch_id
     if one_node and not launch_id:

@@ -122,6 +122,22 @@ def test_a_bare_mpiexec_inside_a_rank_of_ours_does_not_meet_where_that_does(oute
     assert info.master_port == ports.candidates(info.launch_id)[0]
 
 
+def test_a_bare_mpiexec_inside_a_rank_of_drumline_run_is_a_launch_of_its_own(outer_rank):
+    """It took its name, and the port of its Coordinator."""
+    info = mpi.detect({**outer_rank[0], "LAUNCH_ID": "outer", **INTEL_MPI})
+    assert info.launch_id == INTEL_MPI["I_MPI_HYDRA_UUID"]
+
+
+def test_what_the_user_sets_for_a_launch_inside_a_rank_of_ours_is_taken(outer_rank, monkeypatch):
+    """It was taken for that of the outer rank, and left out."""
+    of_user = {"LAUNCH_ID": "run-17", "MASTER_PORT": "29501"}
+    info = slurm.detect({**outer_rank[0], **SRUN, **of_user})
+    assert (info.launch_id, info.master_addr, info.master_port) == ("run-17", "127.0.0.1", 29501)
+    monkeypatch.setenv("MASTER_PORT", "29501")
+    environ = backend_launcher.environment(slurm, Job(Target("script", "train.py")))
+    assert environ["MASTER_PORT"] == "29501" and "MASTER_ADDR" not in environ
+
+
 def test_a_launcher_that_has_only_a_command_is_traced_with_the_calls_of_its_ranks():
     job = Job(Target("script", "train.py"), trace="/tmp/inner")
     assert backend_launcher.environment(object(), job)["DRUMLINE_TRACE"] == "/tmp/inner"
