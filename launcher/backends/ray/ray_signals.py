@@ -18,16 +18,16 @@ class DeferredSignals:
         self._received: list[int] = []
 
     def __enter__(self) -> DeferredSignals:
-        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        self._old = {n: old for n, old in handlers.items() if old != signal.SIG_IGN}  # as by nohup
+        self._old = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         self.install()
         return self
 
     def install(self) -> None:
         """Set the handlers, anew after Ray has replaced them."""
         if threading.current_thread() is threading.main_thread():
-            for number in self._old:
-                signal.signal(number, lambda n, _frame: self._received.append(n))
+            for number, old in self._old.items():
+                is_ignored = old == signal.SIG_IGN  # as by nohup
+                signal.signal(number, old if is_ignored else lambda n, _: self._received.append(n))
 
     def __exit__(self, *_error: object) -> None:
         if threading.current_thread() is threading.main_thread():

@@ -264,3 +264,17 @@ def test_a_signal_that_is_ignored_stays_so(monkeypatch):
             assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, old)
+
+
+def test_the_handler_of_ray_for_a_signal_that_is_ignored_is_undone():
+    """It stayed during the launch, and after it."""
+    old = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with DeferredSignals() as signals:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as by ray.init()
+            signals.install()
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, old)
