@@ -105,8 +105,11 @@ def _placed(ray: Any, job: Job, signals: DeferredSignals, deadline: float) -> It
     _check_cpus(ray, job)
     group = ray.util.placement_group(bundles, strategy=strategy)
     try:
-        deadline = min(deadline, time.monotonic() + timings.TIMINGS.ray_placement_s)
-        if not signals.wait(ray, [group.ready()], deadline):
+        now = time.monotonic()
+        until = min(deadline, now + timings.TIMINGS.ray_placement_s)
+        if not signals.wait(ray, [group.ready()], until):
+            if deadline <= now:  # the import of Ray, and joining it, took the whole time
+                raise errors.timed_out(job.timeout_s)
             raise LaunchTimeout(
                 f"the Ray cluster cannot place {bundles} ({strategy}): it has "
                 f"{ray.cluster_resources()}, and {ray.available_resources()} of that is free. "

@@ -37,8 +37,8 @@ class DeferredSignals:
     def wait(self, ray: Any, calls: list[Any], deadline: float) -> list[Any]:
         """The finished ones of calls, as soon as there is one; empty at the deadline."""
         done: list[Any] = []
-        while not done and (left := deadline - time.monotonic()) > 0:
-            if self._received:
-                raise errors.interrupted(self._received[0])
+        while not (done or self._received) and (left := deadline - time.monotonic()) > 0:
             done, _ = ray.wait(calls, timeout=min(left, timings.TIMINGS.idle_s))
+        if self._received and not done:
+            raise errors.interrupted(self._received[0])
         return done

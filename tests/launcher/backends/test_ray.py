@@ -278,3 +278,18 @@ def test_the_handler_of_ray_for_a_signal_that_is_ignored_is_undone():
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, old)
+
+
+def test_a_time_that_joining_ray_has_taken_is_not_said_to_be_the_cluster_s():
+    """The cluster was said to have no room, though it was not asked."""
+    group = types.SimpleNamespace(ready=lambda: "ready")
+    calls = {"placement_group": lambda *_, **__: group, "remove_placement_group": lambda _: None}
+    util, resources = types.SimpleNamespace(**calls), lambda: {"CPU": 2.0}
+    free = {"cluster_resources": resources, "available_resources": resources}
+    ray = types.SimpleNamespace(util=util, **free)
+    signals, job, over = DeferredSignals(), Job(print, 2, timeout_s=3.0), time.monotonic()
+    with pytest.raises(LaunchTimeout, match="not over after 3"):
+        ray_cluster._placed(ray, job, signals, over).__enter__()
+    signals._received.append(signal.SIGTERM)
+    with pytest.raises(LaunchInterrupted):
+        ray_cluster._placed(ray, job, signals, over).__enter__()
