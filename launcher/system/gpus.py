@@ -62,10 +62,10 @@ def all_gpus() -> list[GpuDevice]:
 
 
 def used_nbytes() -> dict[int, int]:
-    """Memory of this node's GPUs that each process uses, by pid; none without a driver."""
+    """Memory of this node's GPUs that each process uses, by pid, as far as the driver tells."""
     used: dict[int, int] = {}
     if DRIVER.exists():
-        with nvml_session() as nvml:
+        with suppress(OSError), nvml_session() as nvml:
             for index in range(nvml.nvmlDeviceGetCount()):
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
                 for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):

@@ -102,6 +102,6 @@ def test_a_driver_that_does_not_answer_is_an_error_and_none_where_no_gpu_is_want
         raise FakeNvmlError("Driver/library version mismatch")
 
     monkeypatch.setattr(sys.modules["pynvml"], "nvmlInit", mismatched)
-    assert gpus.visible({"CUDA_VISIBLE_DEVICES": ""}) == []
+    assert gpus.visible({"CUDA_VISIBLE_DEVICES": ""}) == [] and gpus.used_nbytes() == {}
     with pytest.raises(OSError, match=r"version mismatch.*nvidia-smi"):
         gpus.visible({})
