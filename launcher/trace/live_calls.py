@@ -35,6 +35,7 @@ class LiveCalls:
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
+        self._lock = threading.RLock()  # of the following
         self._observed: list[Observed] = []
         self._counter: _Counter | None = None
 
@@ -44,26 +45,29 @@ class LiveCalls:
 
     def offer(self, observed: Observed) -> None:
         """Have it watched while somebody looks, as long as its target exists."""
-        alive = [other for other in self._observed if other.target() is not None]
-        self._observed = [*alive, observed]
-        if self._counter is not None:
-            observed.watch(self._counter)
+        with self._lock:
+            alive = [other for other in self._observed if other.target() is not None]
+            self._observed = [*alive, observed]
+            if self._counter is not None:
+                observed.watch(self._counter)
 
     def watch(self, info: LaunchInfo, folder: str = "") -> None:
         """Count from now on; record into the folder as long as one is named."""
-        if self._counter is None:
-            self._counter = _Counter(info)
-            for observed in self._observed:
-                observed.watch(self._counter)
+        with self._lock:
+            if self._counter is None:
+                self._counter = _Counter(info)
+                for observed in self._observed:
+                    observed.watch(self._counter)
         self._counter.record_into(folder)
 
     def unwatch(self) -> None:
         """Give every target its own methods back."""
         if self._counter is not None:
             self._counter.record_into("")
-            self._counter = None
-            for observed in self._observed:
-                observed.unwatch()
+            with self._lock:
+                self._counter = None
+                for observed in self._observed:
+                    observed.unwatch()
 
     def counts(self) -> dict[str, list[int]]:
         """Calls, bytes and tokens of each operation since somebody began to look."""

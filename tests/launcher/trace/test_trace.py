@@ -189,6 +189,29 @@ def test_what_is_watched_twice_gets_its_own_methods_back(tmp_path):
     assert vars(target) == {} and target.step() == 1
 
 
+def test_what_is_offered_as_a_viewer_leaves_is_not_watched_any_longer(tmp_path):
+    """It was watched for ever: it was let go before it was watched."""
+    order, calls = [], LiveCalls()
+
+    class Offered:
+        def target(self):
+            return self
+
+        def watch(self, recorder):
+            leaving.start()
+            leaving.join(0.3)
+            order.append("watch")
+
+        def unwatch(self):
+            order.append("unwatch")
+
+    leaving = threading.Thread(target=calls.unwatch)
+    calls.watch(_info(0, tmp_path))
+    calls.offer(Offered())
+    leaving.join()
+    assert order == ["watch", "unwatch"]
+
+
 def test_a_mistyped_script_leaves_the_trace_of_the_launch_before(tmp_path):
     """It was overwritten before the script was looked for."""
     old = tmp_path / "out.json"
