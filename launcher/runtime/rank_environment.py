@@ -68,7 +68,10 @@ def job_variables(job: Job) -> dict[str, str]:
 
 
 def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables without those of an enclosing launch, if this is a rank of ours."""
+    """The variables without those of an enclosing launch, if this is a rank of ours.
+
+    ENCRYPT_VARIABLE stays: the user may have set it, and not that launch.
+    """
     is_ours = nesting.has_our_run_id(environ)
     names = {*OF_LAUNCH, *(torchrun_variables(LaunchInfo("none"), 0, 0) if is_ours else ())}
     kept = without_rendezvous(environ).items()
