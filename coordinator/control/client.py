@@ -212,7 +212,7 @@ class Client:
                             "loopback interface is down. `ip link set lo up` starts it."
                         ) from error
             check()
-            if time.monotonic() >= deadline:
+            if addresses and time.monotonic() >= deadline:  # else the name is asked for once more
                 raise NoMessage(why) if self._is_accepted else self._unreachable(address, why)
             if not self._is_accepted:
                 self._on_unreachable(address, why)

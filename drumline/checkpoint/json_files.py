@@ -86,9 +86,10 @@ def _check_description(file: Path) -> None:
 def _may_be_read(folder: Path) -> bool:
     """False for a folder that is closed to this user, or in one that is."""
     try:
-        return not folder.is_dir() or os.access(folder, os.R_OK | os.X_OK)
+        is_folder = stat.S_ISDIR(os.stat(folder).st_mode)
     except OSError as error:
         return error.errno != errno.EACCES
+    return not is_folder or os.access(folder, os.R_OK | os.X_OK)
 
 
 def check_has_config(folder: Path, adapter: str | Path | None = None) -> None:

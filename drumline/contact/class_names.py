@@ -13,13 +13,18 @@ def full_name(kind: type[Any]) -> str:
 
 
 @functools.cache
-def class_named(name: str, base: Any) -> type[Any]:
-    """The subclass of this name among those that are imported already: nothing is imported."""
+def class_named(name: str, base: Any, is_needed: bool = True) -> type[Any]:
+    """The subclass of this name among those that are imported already: nothing is imported.
+
+    Without one DrumlineError, or the base if it is not needed.
+    """
     kinds: list[type[Any]] = [base]
     for kind in kinds:
         if full_name(kind) == name:
             return kind
         kinds.extend(kind.__subclasses__())
+    if not is_needed:
+        return kinds[0]
     raise DrumlineError(
         f"{name}, which a layer on another rank takes or returns, is not known on this one; import "
         "it where the model is loaded, the same on every rank."

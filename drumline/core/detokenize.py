@@ -16,7 +16,7 @@ REPLACEMENT = "\ufffd"
 """A tokenizer decodes bytes that are not a character yet as this one."""
 
 MAX_PENDING = 16
-"""Of the tokens that have no text yet, or only part of a character: more than any character has."""
+"""Of the tokens that have no text, such as special ones: each is decoded with those before it."""
 
 NUM_PROMPT_TOKENS = 5  # before a sequence, which decide whether its text begins with a space
 
@@ -53,8 +53,10 @@ class IncrementalDetokenizer:
         """Append a token; return the new text that later tokens cannot change."""
         self._tokens.append(token)
         text = self._pending_text()
-        is_open = not text or text.endswith(REPLACEMENT)
-        if is_open and len(self._tokens) - self._prefix_end < MAX_PENDING:
+        if not text and len(self._tokens) - self._prefix_end > MAX_PENDING:
+            self._tokens.pop()
+            self._num_unsearched -= 1
+        if not text or text.endswith(REPLACEMENT):
             return ""
         self.num_chars += len(text)
         self._prefix_start, self._prefix_end = self._prefix_end, len(self._tokens)

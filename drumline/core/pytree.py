@@ -115,12 +115,9 @@ def _container(spec: Any, value_of: Callable[[Any], Any]) -> Any:
         return class_named(spec[1], Output)(**value_of(spec[2]))
     if spec[0] in ("enum", "mixed"):
         value = value_of(spec[2])
-        try:
-            return class_named(spec[1], Enum)(value)
-        except DrumlineError:
-            if spec[0] == "enum":
-                raise
-            return value  # which is equal to it
+        # A number or text is equal to its member, where only the script has the class.
+        kind = class_named(spec[1], Enum, is_needed=spec[0] == "enum")
+        return value if kind is Enum else kind(value)
     if spec[0] == "dict":
         return {key: value_of(item) for key, item in spec[1:]}
     values = [value_of(item) for item in spec[1:]]

@@ -290,7 +290,7 @@ class Service:
         for prompt, choice in itertools.product(prompts, range(body.n)):
             params = body.sampling_params(max_tokens, choice, self._sampling, end_token)
             try:
-                starts = call_starts(self.tokenizer, body)
+                starts = [*call_starts(self.tokenizer, body).values()]
                 grammar = None if schema is None else self._grammars.json(schema, starts)
             except (ValueError, DrumlineError) as error:
                 is_chosen = getattr(body, "tool_choice", "auto") not in ("auto", "none")

@@ -13,6 +13,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
+
 import launcher
 from coordinator import Coordinator
 from drumline.contact import accelerate_api
@@ -140,9 +142,10 @@ def load_checkpoint_and_dispatch(
         options = {"max_memory": memory, "dtype": dtype, "cls": kind, "config": model.config}
         return load(checkpoint, device_map, **options)
     if dtype is not None:
-        for tensor in model.state_dict(keep_vars=True).values():  # what comes from the checkpoint
-            if tensor.is_floating_point():
-                tensor.data = tensor.data.to(checkpoint_dtype(dtype, None))
+        resolved = checkpoint_dtype(dtype, None)
+        for value in model.state_dict(keep_vars=True).values():  # what comes from the checkpoint
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                value.data = value.data.to(resolved)
     options = {"max_memory": memory, "no_split_module_classes": get("no_split_module_classes")}
     return dispatch(model, device_map, checkpoint=checkpoint, offload_dir=folder, **options)
 

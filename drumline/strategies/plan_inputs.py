@@ -27,6 +27,7 @@ from drumline.contact.loading.configs import (
 from drumline.core.consistency import run_on_all_ranks
 from drumline.core.device_map import DeviceMap, ModelProfile, Place
 from drumline.errors import CheckpointError
+from drumline.pipeline import microbatch
 from drumline.planner import model_profile
 from drumline.planner.cost_model import DeviceSpeeds, PassShape
 from drumline.planner.load_options import LoadOptions
@@ -79,8 +80,11 @@ def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOption
     files, model, parts = run_on_all_ranks(coor, lambda: sized_model(checkpoint, options))
     checkpoint = replace(checkpoint, files=files)
     _check_is_stored(checkpoint, model)
-    implementations = dict(options.rest)
-    if coor.world_size > 1:  # prompts come in chunks, whose scores no attention has all at once
+    implementations, free_nbytes = dict(options.rest), allowed_memory(coor, options.max_memory)
+    is_cpu = {device for _, device in free_nbytes} <= {"cpu", "disk"}
+    scale = 1 if is_cpu else microbatch.ACCELERATED
+    if microbatch.tokens_of_chunk(options.length, coor.world_size, scale):
+        # Of the scores of a prompt in chunks no attention has many at once.
         implementations["attn_implementation"] = attention_of(checkpoint.config)
     config = with_implementations(checkpoint.config, implementations)
 
@@ -93,7 +97,6 @@ def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOption
     memory = shared_token_memory(coor, checkpoint.kind, measure)
     parts = with_tokens(parts, memory.of_batch(options.batch, options.pass_batch))
     step = PassShape(options.batch, model_profile.hidden_width(config), dtype.itemsize)
-    free_nbytes = allowed_memory(coor, options.max_memory)
     return PlanInputs(checkpoint, parts, free_nbytes, step)
 
 

@@ -48,6 +48,8 @@ def set_variables(info: LaunchInfo, torch_port: int, restart_count: int = 0) -> 
     place = info.rank, info.world_size, info.master_addr, info.master_port
     log.info("rank %d of %d: Coordinator at %s:%d, MASTER_PORT %d", *place, torch_port)
     os.environ.update(info.to_env())
+    if "LAUNCH_ID" in os.environ:  # not the name of a launch by mpiexec or srun inside this rank
+        os.environ["LAUNCH_ID"] = info.launch_id
     if info.encrypts:
         os.environ[ENCRYPT_VARIABLE] = "1"
     os.environ.update(torchrun_variables(info, torch_port, restart_count))

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import functools
 import json
+import os
 import re
 import tempfile
 import textwrap
@@ -39,9 +40,10 @@ def is_hub_id(path: str | Path) -> bool:
 
 def _is_there(path: str | Path) -> bool:
     try:
-        return Path(path).exists()
+        os.stat(path)
     except OSError as error:  # a folder that may not be looked into is one
-        return error.errno != errno.ENAMETOOLONG
+        return error.errno == errno.EACCES
+    return True
 
 
 def local_folder(

@@ -22,8 +22,6 @@ UNPARSED = (ValueError, KeyError, TypeError, RecursionError)
 """By these transformers' parser and the form of calls refuse what a model wrote: it may not be
 JSON, have other fields or types, or be nested too deeply."""
 
-JSON_STARTS = '{["-0123456789tfn'
-
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names of it in templates
 
 
@@ -143,14 +141,16 @@ class JsonOrCall(PlainText):
 
     uses_special_tokens = True
 
-    def __init__(self, calls: PlainText) -> None:
-        self._parser, self._has_begun = calls, False
+    def __init__(self, calls: PlainText, starts: Iterable[str], special: Sequence[str]) -> None:
+        self._parser, self._starts, self._special = calls, starts, special
+        self._is_json: bool | None = None
 
     def feed(self, text: str) -> list[Delta]:
-        if not self._has_begun and (first := text.lstrip()[:1]):
-            self._has_begun = True
-            self._parser = PlainText() if first in JSON_STARTS else self._parser
-        return self._parser.feed(text)
+        if self._is_json is None and (first := text.lstrip()):
+            begun = [start for start in self._starts if start.startswith(first[: len(start)])]
+            self._is_json = not begun
+            self._parser = PlainText() if self._is_json else self._parser
+        return self._parser.feed("" if self._is_json and text in self._special else text)
 
     def finish(self, is_cut: bool = False) -> list[Delta]:
         return self._parser.finish(is_cut)
@@ -180,27 +180,29 @@ def message_parser(
         return PlainText()
     is_continued = request.continue_final_message and text == text.rstrip()
     calls = TemplateParser(parser, None if request.parallel_tool_calls else 1, is_continued)
-    return calls if request.json_schema is None else JsonOrCall(calls)
+    if request.json_schema is None:
+        return calls
+    return JsonOrCall(calls, call_starts(tokenizer, request), tokenizer.all_special_tokens)
 
 
-def call_starts(tokenizer: Any, request: protocol.GenerationRequest) -> list[int]:
-    """The tokens with which a call begins that may come in place of JSON. Raises ValueError if a
-    call would begin with none of its own."""
+def call_starts(tokenizer: Any, request: protocol.GenerationRequest) -> dict[str, int]:
+    """The tokens with which a call begins that may come in place of JSON, by their texts. Raises
+    ValueError if a call would begin with none of its own."""
     template = getattr(tokenizer, "response_template", None) or {"fields": {}}
     field = template["fields"].get("tool_calls")
     if not field or request.json_schema is None or not getattr(request, "may_call", False):
-        return []
+        return {}
     opening, vocabulary = field.get("open", field.get("open_pattern")), tokenizer.get_added_vocab()
     openings = map(str, opening if isinstance(opening, list) else [opening])
-    starts = [text.replace("\\s*", "").replace("\\", "") for text in openings]
-    words = [[word for word in vocabulary if start.startswith(word)] for start in starts]
-    tokens = [vocabulary[max(each, key=len)] for each in words if each]
-    if not tokens:
+    starts = [text.replace("\\s", "").replace("\\", "") for text in openings]
+    places = [[(start.find(w), -len(w), w) for w in vocabulary if w in start] for start in starts]
+    words = [min(each)[2] for each in places if each]
+    if not words:
         raise ValueError(
             "calls of this model do not begin with a token that tells them from JSON; leave out "
             "response_format, or tools, or send a tool_choice that is not auto"
         )
-    return tokens
+    return {word: vocabulary[word] for word in words}
 
 
 def merged(deltas: Iterable[Delta]) -> dict[str, Any]:

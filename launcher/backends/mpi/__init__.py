@@ -72,12 +72,15 @@ def _hydra(environ: Mapping[str, str]) -> LaunchInfo | None:
 def _info(
     environ: Mapping[str, str], variables: dict[str, str], table: Mapping[str, str], launch_id: str
 ) -> LaunchInfo:
-    sizes, environ = read_numbers(variables, table), rank_environment.without_rendezvous(environ)
+    sizes, outer_addr = read_numbers(variables, table), environ.get("MASTER_ADDR")
+    environ = rank_environment.without_rendezvous(environ)
     one_node = sizes["local_world_size"] == sizes["world_size"]
     launch_id = environ.get("LAUNCH_ID") or launch_id
     if one_node and not launch_id:
         launch_id = mpi_rendezvous.name_from_pmi(environ)
     addr = LOOPBACK if one_node else environ.get("MASTER_ADDR")
+    if outer_addr != LOOPBACK:  # also that of this rank itself, or of the one around it
+        addr = addr or outer_addr
     if not (launch_id and addr):
         # The name under which mpiexec reached this node, if it sets one.
         host = environ.get("PMIX_HOSTNAME") or environ.get("PMI_HOSTNAME") or socket.gethostname()

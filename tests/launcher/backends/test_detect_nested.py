@@ -1,6 +1,7 @@
 """Nested launchers: the innermost one started the rank."""
 
 import itertools
+import os
 
 import pytest
 
@@ -126,6 +127,17 @@ def test_a_bare_mpiexec_inside_a_rank_of_drumline_run_is_a_launch_of_its_own(out
     """It took its name, and the port of its Coordinator."""
     info = mpi.detect({**outer_rank[0], "LAUNCH_ID": "outer", **INTEL_MPI})
     assert info.launch_id == INTEL_MPI["I_MPI_HYDRA_UUID"]
+    over_nodes = {**outer_rank[0], **INTEL_MPI, "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
+    over_nodes |= dict.fromkeys(("MASTER_ADDR", "DRUMLINE_MASTER_ADDR"), "10.0.0.1")
+    assert mpi.detect(over_nodes).master_addr == "10.0.0.1"  # as its documentation has it set
+
+
+def test_a_rank_has_no_name_of_another_launch_for_what_it_starts(monkeypatch):
+    """Those that several ranks started had one name, and one port."""
+    environ = {**os.environ, "LAUNCH_ID": "of the job"}
+    monkeypatch.setattr(os, "environ", environ)
+    rank_environment.set_variables(LaunchInfo("here"), 29500)
+    assert environ["LAUNCH_ID"] == "here"
 
 
 def test_what_the_user_sets_for_a_launch_inside_a_rank_of_ours_is_taken(outer_rank, monkeypatch):

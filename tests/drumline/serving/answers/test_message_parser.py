@@ -9,7 +9,13 @@ from transformers import PreTrainedTokenizerFast
 pytest.importorskip("pydantic", reason="runs after `pip install drumline[serve]`")
 from drumline.contact.loading.configs import response_template
 from drumline.serving import protocol
-from drumline.serving.answers.message_parser import call_starts, merged, message_parser
+from drumline.serving.answers.message_parser import (
+    JsonOrCall,
+    PlainText,
+    call_starts,
+    merged,
+    message_parser,
+)
 
 PROMPT = "<|im_start|>user\n5<|im_end|>\n<|im_start|>assistant\n"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -17,6 +23,8 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 class Qwen(PreTrainedTokenizerFast):
     """A tokenizer of one model family that has no template of its own. begun: of the answer."""
+
+    all_special_tokens = ("<|im_end|>",)
 
     def __init__(self, begun="", model_type="qwen3"):
         self.response_template = response_template(self, model_type=model_type)
@@ -144,13 +152,16 @@ def test_a_call_that_may_come_in_place_of_json_begins_with_a_token_of_its_own(mo
     tokenizer, form = Qwen("<think>\n", model_type), {"response_format": {"type": "json_object"}}
     words = {"<think>": 1, "<tool_call>": 2, "</tool_call>": 3, "<|tool_call>": 4, "<|turn>": 5}
     tokenizer.get_added_vocab = lambda: words
-    wanted = [4] if model_type == "gemma4" else [2]
+    wanted = {"<|tool_call>": 4} if model_type == "gemma4" else {"<tool_call>": 2}
     assert call_starts(tokenizer, request(**form)) == wanted
-    assert call_starts(tokenizer, request()) == []
-    assert call_starts(tokenizer, request(**form, tool_choice="none")) == []
-    assert call_starts(object(), request(**form)) == []
+    assert call_starts(tokenizer, request()) == {}
+    assert call_starts(tokenizer, request(**form, tool_choice="none")) == {}
+    assert call_starts(object(), request(**form)) == {}
     for text in ('{"a": 1}', '{"a": "use <think> and <tool_call>{}</tool_call> here"}'):
         assert merged(parsed(text, 1, tokenizer, **form)) == {"role": "assistant", "content": text}
+    parser = message_parser(tokenizer, request(**form), [5])
+    deltas = [delta for text in ("{", "}", "<|im_end|>") for delta in parser.feed(text)]
+    assert merged(deltas + parser.finish())["content"] == "{}"
 
 
 def test_a_call_that_may_come_in_place_of_json_begins_with_the_first_token_of_its_delimiter():
@@ -160,7 +171,18 @@ def test_a_call_that_may_come_in_place_of_json_begins_with_the_first_token_of_it
     tokenizer.response_template = {"fields": {"tool_calls": {"open_pattern": opening}}}
     words = {"<|start|>": 1, "<|channel|>": 2, "<|st": 3, "a": 4, " ": 5}
     tokenizer.get_added_vocab = lambda: words
-    assert call_starts(tokenizer, request(**form)) == [1]
+    assert call_starts(tokenizer, request(**form)) == {"<|start|>": 1}
+    tokenizer.response_template["fields"]["tool_calls"]["open_pattern"] = r"\n?<\|channel\|>"
+    assert call_starts(tokenizer, request(**form)) == {"<|channel|>": 2}
+
+
+def test_a_call_that_begins_like_a_list_of_json_is_a_call():
+    calls = PlainText()
+    for pieces in (["[TOOL", "_CALLS]"], ["[TOOL_CALLS]"]):
+        parser = JsonOrCall(calls, ["[TOOL_CALLS]"], [])
+        for text in pieces:
+            parser.feed(text)
+        assert parser._parser is calls
 
 
 @pytest.mark.parametrize("seed", [None, 1])
