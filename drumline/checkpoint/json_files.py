@@ -89,6 +89,8 @@ def _may_be_read(folder: Path) -> bool:
         is_folder = stat.S_ISDIR(os.stat(folder).st_mode)
     except OSError as error:
         return error.errno != errno.EACCES
+    except ValueError:  # no name of a file
+        return True
     return not is_folder or os.access(folder, os.R_OK | os.X_OK)
 
 

@@ -18,6 +18,9 @@ REPLACEMENT = "\ufffd"
 MAX_PENDING = 16
 """Of the tokens that have no text, such as special ones: each is decoded with those before it."""
 
+MAX_HALVES = 256
+"""Of tokens in a row that end within a character: that many are none, and come as they are."""
+
 NUM_PROMPT_TOKENS = 5  # before a sequence, which decide whether its text begins with a space
 
 
@@ -53,10 +56,11 @@ class IncrementalDetokenizer:
         """Append a token; return the new text that later tokens cannot change."""
         self._tokens.append(token)
         text = self._pending_text()
-        if not text and len(self._tokens) - self._prefix_end > MAX_PENDING:
-            self._tokens.pop()
+        num_pending = len(self._tokens) - self._prefix_end
+        if not text and num_pending > MAX_PENDING:
+            del self._tokens[self._prefix_end]
             self._num_unsearched -= 1
-        if not text or text.endswith(REPLACEMENT):
+        if not text or (text.endswith(REPLACEMENT) and num_pending < MAX_HALVES):
             return ""
         self.num_chars += len(text)
         self._prefix_start, self._prefix_end = self._prefix_end, len(self._tokens)

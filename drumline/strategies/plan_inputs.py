@@ -81,9 +81,9 @@ def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOption
     checkpoint = replace(checkpoint, files=files)
     _check_is_stored(checkpoint, model)
     implementations, free_nbytes = dict(options.rest), allowed_memory(coor, options.max_memory)
-    is_cpu = {device for _, device in free_nbytes} <= {"cpu", "disk"}
-    scale = 1 if is_cpu else microbatch.ACCELERATED
-    if microbatch.tokens_of_chunk(options.length, coor.world_size, scale):
+    devices = {device for _, device in free_nbytes}
+    scale = 1 if devices == {"cpu"} else microbatch.ACCELERATED
+    if "disk" not in devices and microbatch.tokens_of_chunk(options.length, coor.world_size, scale):
         # Of the scores of a prompt in chunks no attention has many at once.
         implementations["attn_implementation"] = attention_of(checkpoint.config)
     config = with_implementations(checkpoint.config, implementations)

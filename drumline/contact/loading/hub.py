@@ -30,6 +30,7 @@ COPIES = ("*/*.safetensors", "consolidated*.safetensors")
 """The same weights once more, by names that their makers' own code has: gpt-oss, Mistral."""
 DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token")
 """Those of from_pretrained that say how files come from the Hub."""
+ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 
@@ -42,7 +43,7 @@ def _is_there(path: str | Path) -> bool:
     try:
         os.stat(path)
     except OSError as error:  # a folder that may not be looked into is one
-        return error.errno == errno.EACCES
+        return error.errno not in ABSENT
     return True
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -147,8 +148,7 @@ class JsonOrCall(PlainText):
 
     def feed(self, text: str) -> list[Delta]:
         if self._is_json is None and (first := text.lstrip()):
-            begun = [start for start in self._starts if start.startswith(first[: len(start)])]
-            self._is_json = not begun
+            self._is_json = not any(map(first.startswith, self._starts))
             self._parser = PlainText() if self._is_json else self._parser
         return self._parser.feed("" if self._is_json and text in self._special else text)
 
@@ -192,17 +192,27 @@ def call_starts(tokenizer: Any, request: protocol.GenerationRequest) -> dict[str
     field = template["fields"].get("tool_calls")
     if not field or request.json_schema is None or not getattr(request, "may_call", False):
         return {}
-    opening, vocabulary = field.get("open", field.get("open_pattern")), tokenizer.get_added_vocab()
-    openings = map(str, opening if isinstance(opening, list) else [opening])
-    starts = [text.replace("\\s", "").replace("\\", "") for text in openings]
-    places = [[(start.find(w), -len(w), w) for w in vocabulary if w in start] for start in starts]
-    words = [min(each)[2] for each in places if each]
+    vocabulary, literal = tokenizer.get_added_vocab(), field.get("open")
+    opening = field.get("open_pattern") if literal is None else literal
+    patterns = [str(each) for each in (opening if isinstance(opening, list) else [opening])]
+    if literal is not None:
+        patterns = [*map(re.escape, patterns)]
+    words = [word for each in patterns if (word := _first_word(each, vocabulary))]
     if not words:
         raise ValueError(
             "calls of this model do not begin with a token that tells them from JSON; leave out "
             "response_format, or tools, or send a tool_choice that is not auto"
         )
     return {word: vocabulary[word] for word in words}
+
+
+def _first_word(pattern: str, words: Iterable[str]) -> str:
+    """The longest of the words with which a text of the pattern begins, if there is one."""
+    places = [(pattern.find(own), -len(w), w) for w in words if (own := re.escape(w)) in pattern]
+    place, _, word = min(places, default=(0, 0, ""))
+    with contextlib.suppress(re.error):  # of a pattern that is cut amid a group
+        return word if re.fullmatch(pattern[:place], "") else ""
+    return ""
 
 
 def merged(deltas: Iterable[Delta]) -> dict[str, Any]:

@@ -79,12 +79,15 @@ def _info(
     if one_node and not launch_id:
         launch_id = mpi_rendezvous.name_from_pmi(environ)
     addr = LOOPBACK if one_node else environ.get("MASTER_ADDR")
-    if outer_addr != LOOPBACK:  # also that of this rank itself, or of the one around it
-        addr = addr or outer_addr
     if not (launch_id and addr):
         # The name under which mpiexec reached this node, if it sets one.
         host = environ.get("PMIX_HOSTNAME") or environ.get("PMI_HOSTNAME") or socket.gethostname()
-        exchanged_id, exchanged_addr = mpi_rendezvous.exchange(sizes["world_size"], host)
+        try:
+            exchanged_id, exchanged_addr = mpi_rendezvous.exchange(sizes["world_size"], host)
+        except LaunchInfoError:  # without mpi4py; then that of this rank, or of the one around it
+            if not (launch_id and outer_addr and outer_addr != LOOPBACK):
+                raise
+            exchanged_id, exchanged_addr = launch_id, outer_addr
         launch_id, addr = launch_id or exchanged_id, addr or exchanged_addr
     rendezvous = rendezvous_info(environ, launch_id, addr)
     return build(NAME, variables, **sizes, **rendezvous, extras={"launcher": NAME})

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from drumline.core.detokenize import MAX_PENDING, IncrementalDetokenizer
+from drumline.core.detokenize import MAX_HALVES, MAX_PENDING, IncrementalDetokenizer
 
 WORDS = st.text(alphabet="ab é漢🙂", max_size=12)
 
@@ -29,7 +29,7 @@ def pieces_of(text, stop=(), min_tokens=0):
     return [*pieces, detokenizer.flush()]
 
 
-def test_tokens_without_text_are_not_decoded_again_for_ever():
+def test_tokens_without_text_and_half_characters_are_not_decoded_again_for_ever():
     """A prompt of them kept a server busy with the square of its length."""
     longest = 0
 
@@ -39,6 +39,10 @@ def test_tokens_without_text_are_not_decoded_again_for_ever():
             longest = max(longest, len(tokens))
             return super().decode([token for token in tokens if token], skip_special_tokens)
 
+    halves = IncrementalDetokenizer(Counting())
+    text = "".join([*map(halves.add, [0xFF] * 3000), halves.flush()])
+    assert text == "\ufffd" * 3000 and longest <= 2 * MAX_HALVES
+    longest = 0
     detokenizer = IncrementalDetokenizer(Counting(), ("b",), min_tokens=202)
     tokens = [*b"a", *[0] * 200, *"bé".encode(), *b"b"]
     text = "".join([*map(detokenizer.add, tokens), detokenizer.flush()])

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from launcher import LaunchInfo, ports, registry
+from launcher import LaunchInfo, LaunchInfoError, ports, registry
 from launcher.backends import mpi, multiprocessing, slurm, torchrun
 from launcher.external import backend_launcher
 from launcher.job import Job, Target
@@ -123,12 +123,21 @@ def test_a_bare_mpiexec_inside_a_rank_of_ours_does_not_meet_where_that_does(oute
     assert info.master_port == ports.candidates(info.launch_id)[0]
 
 
-def test_a_bare_mpiexec_inside_a_rank_of_drumline_run_is_a_launch_of_its_own(outer_rank):
+def test_a_bare_mpiexec_inside_a_rank_of_drumline_run_is_a_launch_of_its_own(
+    outer_rank, monkeypatch
+):
     """It took its name, and the port of its Coordinator."""
     info = mpi.detect({**outer_rank[0], "LAUNCH_ID": "outer", **INTEL_MPI})
     assert info.launch_id == INTEL_MPI["I_MPI_HYDRA_UUID"]
     over_nodes = {**outer_rank[0], **INTEL_MPI, "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
     over_nodes |= dict.fromkeys(("MASTER_ADDR", "DRUMLINE_MASTER_ADDR"), "10.0.0.1")
+    monkeypatch.setattr(mpi.mpi_rendezvous, "exchange", lambda *_: ("name", "10.0.0.2"))
+    assert mpi.detect(over_nodes).master_addr == "10.0.0.2"
+
+    def exchange(*_):
+        raise LaunchInfoError("set MASTER_ADDR")
+
+    monkeypatch.setattr(mpi.mpi_rendezvous, "exchange", exchange)
     assert mpi.detect(over_nodes).master_addr == "10.0.0.1"  # as its documentation has it set
 
 
