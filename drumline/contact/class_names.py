@@ -18,21 +18,20 @@ def class_named(name: str, base: Any, is_needed: bool = True) -> type[Any]:
 
     Without one DrumlineError, or the base if it is not needed.
     """
-    kind = _search(name, base, len(sys.modules))
-    if kind is None and is_needed:
-        raise DrumlineError(
-            f"{name}, which a layer on another rank takes or returns, is not known on this one; "
-            "import it where the model is loaded, the same on every rank."
-        )
-    return kind or base
+    return _search(name, base, is_needed, 0 if is_needed else len(sys.modules))
 
 
 @functools.lru_cache(maxsize=256)
-def _search(name: str, base: Any, num_modules: int) -> type[Any] | None:
+def _search(name: str, base: Any, is_needed: bool, num_modules: int) -> type[Any]:
     """num_modules: imported so far; what is not found is looked for again after the next import."""
     kinds: list[type[Any]] = [base]
     for kind in kinds:
         if full_name(kind) == name:
             return kind
         kinds.extend(kind.__subclasses__())
-    return None
+    if not is_needed:
+        return kinds[0]
+    raise DrumlineError(
+        f"{name}, which a layer on another rank takes or returns, is not known on this one; import "
+        "it where the model is loaded, the same on every rank."
+    )

@@ -23,6 +23,9 @@ UNPARSED = (ValueError, KeyError, TypeError, RecursionError)
 """By these transformers' parser and the form of calls refuse what a model wrote: it may not be
 JSON, have other fields or types, or be nested too deeply."""
 
+MAY_BE_EMPTY = r"\\[sn][*?]|\(\?:|[\^(]|\\"
+"""In patterns, what a text need not have, the beginnings of groups, and what escapes."""
+
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names of it in templates
 
 
@@ -148,7 +151,11 @@ class JsonOrCall(PlainText):
 
     def feed(self, text: str) -> list[Delta]:
         if self._is_json is None and (first := text.lstrip()):
-            self._is_json = not any(map(first.startswith, self._starts))
+            # A possible beginning of a stop string is held back, so a start may come in two pieces.
+            self._is_json = not any(
+                first.startswith(start) or (len(first) > 1 and start.startswith(first))
+                for start in self._starts
+            )
             self._parser = PlainText() if self._is_json else self._parser
         return self._parser.feed("" if self._is_json and text in self._special else text)
 
@@ -208,11 +215,8 @@ def call_starts(tokenizer: Any, request: protocol.GenerationRequest) -> dict[str
 
 def _first_word(pattern: str, words: Iterable[str]) -> str:
     """The longest of the words with which a text of the pattern begins, if there is one."""
-    places = [(pattern.find(own), -len(w), w) for w in words if (own := re.escape(w)) in pattern]
-    place, _, word = min(places, default=(0, 0, ""))
-    with contextlib.suppress(re.error):  # of a pattern that is cut amid a group
-        return word if re.fullmatch(pattern[:place], "") else ""
-    return ""
+    plain = re.sub(MAY_BE_EMPTY, "", pattern)
+    return max(filter(plain.startswith, words), key=len, default="")
 
 
 def merged(deltas: Iterable[Delta]) -> dict[str, Any]:

@@ -174,6 +174,8 @@ def test_a_call_that_may_come_in_place_of_json_begins_with_the_first_token_of_it
     assert call_starts(tokenizer, request(**form)) == {"<|start|>": 1}
     tokenizer.response_template["fields"]["tool_calls"]["open_pattern"] = r"\n?<\|channel\|>"
     assert call_starts(tokenizer, request(**form)) == {"<|channel|>": 2}
+    tokenizer.response_template["fields"]["tool_calls"]["open_pattern"] = r"^(?:<\|channel|>)"
+    assert call_starts(tokenizer, request(**form)) == {"<|channel|>": 2}
     tokenizer.response_template = {"fields": {"tool_calls": {"open": "to<|channel|>"}}}
     with pytest.raises(ValueError, match="do not begin with a token"):
         call_starts(tokenizer, request(**form))
@@ -187,6 +189,9 @@ def test_a_call_that_begins_like_a_list_of_json_is_a_call():
     parser = JsonOrCall(calls, ["[TOOL_CALLS]"], [])
     parser.feed("[")
     assert parser._parser is not calls
+    parser = JsonOrCall(calls, ["<tool_call>"], [])
+    parser.feed("<tool_call")  # as before a stop string of ">>>"
+    assert parser._parser is calls
 
 
 @pytest.mark.parametrize("seed", [None, 1])
