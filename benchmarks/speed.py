@@ -122,7 +122,7 @@ def write(readme: Path, results: Path) -> None:
 
 
 def lines(results: Path) -> str:
-    """The table of the machine that most rows have, and below it which it is, at which commits."""
+    """The table of the machine that most rows have; below it the machine and the commits."""
     every = [(pick, *pair) for pick in PICKS for pair in pick.pairs(results)]
     machines = Counter(ours["machine"] for _, ours, _, _ in every)
     (machine,) = [machine for machine, _ in machines.most_common(1)] or ["none"]
@@ -134,7 +134,7 @@ def lines(results: Path) -> str:
     head = [" | ".join(HEAD).join(("| ", " |")), "|---|---:|---|---:|---:|"]
     tables = {pick.table: ours["commit"] for pick, ours, _, _ in here}
     (commit,) = [commit for commit, _ in Counter(tables.values()).most_common(1)] or ["none"]
-    others = [f"; of {table}: {found}" for table, found in tables.items() if found != commit]
+    others = [f"; of {table}: {name}" for table, name in tables.items() if name != commit]
     where = f"Medians. Machine: {machine}. Commit: {commit}{''.join(others)}."
     if left_out := len(PICKS) - len(rows):
         where += f" {left_out} more were not measured, or elsewhere."

@@ -23,7 +23,8 @@ from drumline.planner.memory import cluster_memory, limit_memory
 from drumline.planner.model_profile import profile_model
 from drumline.planner.plan import plan
 from drumline.strategies.existing_model import dispatch
-from drumline.strategies.load import checkpoint_dtype, load
+from drumline.strategies.load import load
+from drumline.strategies.opening import checkpoint_dtype
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

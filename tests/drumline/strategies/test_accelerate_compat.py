@@ -227,8 +227,8 @@ def test_modules_of_any_rank_stay_on_disk_and_are_read_when_they_run(kind, tmp_p
     for found in over_ranks(rank):
         assert torch.equal(found, plain(INPUT))
     written = ["batchnorm.rank1.safetensors", "linear1.rank0.safetensors"]
-    found = sorted(file.name for file in folder.iterdir())
-    assert found == (written if kind == "own" else [])
+    files = sorted(file.name for file in folder.iterdir())
+    assert files == (written if kind == "own" else [])
 
 
 def test_a_weight_whose_columns_lie_together_stays_on_disk_too(tmp_path):
@@ -300,8 +300,8 @@ def test_a_transformers_model_keeps_its_own_config_over_ranks(checkpoints):
             model = type(plain)(config)
         sizes = {(0, "cpu"): 1 << 30, (1, "cpu"): 1 << 30}
         device_map = drumline.infer_auto_device_map(model, max_memory=sizes)
-        found = drumline.load_checkpoint_and_dispatch(model, path, device_map, sizes)
-        with torch.no_grad(), found as spread:
+        spreading = drumline.load_checkpoint_and_dispatch(model, path, device_map, sizes)
+        with torch.no_grad(), spreading as spread:
             return spread(ids).logits
 
     assert torch.equal(over_ranks(rank, 2), expected(ids).logits)
@@ -315,12 +315,12 @@ def test_weights_are_loaded_into_a_module_as_the_dtype_that_is_given(tmp_path):
         with building:
             model = three(False)
         model.linear1.register_buffer("computed", torch.ones(1), persistent=False)
-        given = {"dtype": "float64"}
-        found = drumline.load_checkpoint_and_dispatch(model, tmp_path, MAPS[0], **given)
+        options = {"dtype": "float64"}
+        spreading = drumline.load_checkpoint_and_dispatch(model, tmp_path, MAPS[0], **options)
         assert (
             model.linear1.computed.dtype == torch.float32
         )  # as Accelerate, which casts what it loads
-        with torch.no_grad(), found as spread:
+        with torch.no_grad(), spreading as spread:
             return spread(INPUT.double())
 
     assert torch.equal(over_ranks(rank), three(False).double()(INPUT.double()))

@@ -495,8 +495,8 @@ def test_settings_of_gptq_are_read_from_an_object_of_transformers(tmp_path, form
     source = CheckpointFiles(tmp_path, read_index(tmp_path), (0,), config)
     source = read_dequantized(source, torch.float32)
     with TensorReader(tmp_path) as reader:
-        found = reader.box(source.index["up_proj.weight"], Region((0, 0), (64, 32)))
-    assert (found == -zero).all()
+        numbers = reader.box(source.index["up_proj.weight"], Region((0, 0), (64, 32)))
+    assert (numbers == -zero).all()
 
 
 @pytest.mark.parametrize("rows", [16, 8])
@@ -511,8 +511,8 @@ def test_zeros_of_gptq_are_those_of_words_from_which_ones_were_subtracted(tmp_pa
     ((_, weight, _),) = METHODS["gptq"](tmp_path, index, {**GPTQ, "group_size": 32})
     weight = replace(weight, dtype="F32")
     with TensorReader(tmp_path) as reader:
-        found = reader.box(weight, Region((0, 0), (rows, 32)))
-    assert found.T.tolist() == 32 * (-zeros[:, :rows]).tolist()
+        numbers = reader.box(weight, Region((0, 0), (rows, 32)))
+    assert numbers.T.tolist() == 32 * (-zeros[:, :rows]).tolist()
 
 
 def test_groups_end_where_their_size_says():

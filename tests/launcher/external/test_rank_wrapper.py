@@ -176,8 +176,10 @@ def test_a_rank_that_dies_in_an_exit_handler_has_failed(tmp_path):
 def test_a_crash_where_the_folder_of_the_launch_is_not_is_told_there(capsys, tmp_path):
     """As on other hosts, where its stack was lost."""
     rank_main.complete_record(tmp_path / "elsewhere", 1, CRASH)
-    told = capsys.readouterr().err
-    assert told.startswith("rank 1 (") and told.endswith("was killed by SIGSEGV\nFile stack.py\n")
+    printed = capsys.readouterr().err
+    assert printed.startswith("rank 1 (") and printed.endswith(
+        "was killed by SIGSEGV\nFile stack.py\n"
+    )
 
 
 def test_a_rank_that_the_launcher_has_ended_is_not_told_where_its_folder_is_not(capsys, tmp_path):
