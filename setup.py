@@ -83,8 +83,14 @@ setup(
         extension(
             "drumline.weight_formats._packed",
             sources("packed"),
-            ("pthread",),
+            ("dl",),
             (*VECTORS, "-ffp-contract=off"),
+        ),
+        extension(
+            "drumline.core.cpu._products",
+            sources("products"),
+            ("dl",),
+            (*VECTORS, "-ffp-contract=fast", "-Wno-psabi"),
         ),
         extension("launcher._encryption", sources("encryption", "encryption/python"), ("dl",)),
     ],

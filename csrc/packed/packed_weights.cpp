@@ -1,11 +1,10 @@
 #include "packed/packed_weights.h"
 
 #include <algorithm>
-#include <system_error>
-#include <thread>
 #include <vector>
 
 #include "packed/gguf_blocks.h"
+#include "system/parallel.h"
 
 // Products and sums are rounded one by one (-ffp-contract=off), so that the numbers are the same
 // with any instructions.
@@ -20,7 +19,7 @@ namespace {
 
 constexpr size_t piece = 1024;                     // numbers at a time
 constexpr size_t tile = 64;                        // rows at a time, where integers lie across them
-constexpr size_t min_elements_a_thread = 1 << 17;  // less takes no longer than starting a thread
+constexpr size_t min_elements_a_thread = 1 << 17;  // less takes no longer than waking a thread
 
 typedef float Vector __attribute__((vector_size(32)));
 typedef int32_t Words __attribute__((vector_size(32)));
@@ -175,25 +174,11 @@ ANY_PROCESSOR void unpack_range(const Integers& weight, const Result& result, si
     }
 }
 
-// Gives each thread some rows, a multiple of `step` to all but the last.
 template <class Weight>
-void run_threads(const Weight& weight, const Result& result, size_t num_threads, size_t step) {
-    const size_t num_elements = result.num_rows * result.num_columns;
-    num_threads = std::max<size_t>(1, std::min(num_threads, num_elements / min_elements_a_thread));
-    const size_t share = (result.num_rows / num_threads / step + 1) * step;
-    std::vector<std::thread> threads;
-    threads.reserve(num_threads);
-    for (size_t first = 0; first < result.num_rows; first += share) {
-        const size_t end = std::min(first + share, result.num_rows);
-        auto run = [&weight, &result, first, end] { unpack_range(weight, result, first, end); };
-        try {
-            if (end < result.num_rows) threads.emplace_back(run);
-        } catch (const std::system_error&) {  // no more threads to be had
-            run();
-        }
-        if (end == result.num_rows) run();
-    }
-    for (std::thread& thread : threads) thread.join();
+void share_rows(const Weight& weight, const Result& result, size_t num_threads, size_t step) {
+    const size_t most = result.num_rows * result.num_columns / min_elements_a_thread;
+    auto work = [&](size_t first, size_t end) { unpack_range(weight, result, first, end); };
+    parallel::for_ranges(result.num_rows, step, std::min(num_threads, most), work);
 }
 
 }  // namespace
@@ -201,12 +186,12 @@ void run_threads(const Weight& weight, const Result& result, size_t num_threads,
 bool unpack(const BlockRows& weight, const Result& result, size_t num_threads) {
     const int kinds[] = {2, 8, 10, 11, 12, 13, 14};
     if (std::find(std::begin(kinds), std::end(kinds), weight.kind) == std::end(kinds)) return false;
-    run_threads(weight, result, num_threads, 1);
+    share_rows(weight, result, num_threads, 1);
     return true;
 }
 
 void unpack(const Integers& weight, const Result& result, size_t num_threads) {
-    run_threads(weight, result, num_threads, tile);
+    share_rows(weight, result, num_threads, tile);
 }
 
 }  // namespace packed

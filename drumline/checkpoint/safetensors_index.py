@@ -387,6 +387,7 @@ class TensorReader:
             if is_local(fd):
                 with contextlib.suppress(OSError, ValueError):  # the reader names the cause
                     memory = mmap.mmap(fd, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
+                    memory.madvise(mmap.MADV_HUGEPAGE)  # fewer faults, and products read faster
             self._maps[stored.file] = memory
         return self._maps[stored.file]
 

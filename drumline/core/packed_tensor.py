@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from coordinator import torch_private
-from drumline.core.cpu.onednn_products import linear
+from drumline.core.cpu.products import linear
 from drumline.core.shards import Region
 from drumline.errors import RefusedUse
 

@@ -21,7 +21,7 @@ from coordinator import Coordinator
 from drumline import timings
 from drumline.contact import model_parts
 from drumline.core.consistency import run_on_all_ranks
-from drumline.core.cpu.onednn_products import linear
+from drumline.core.cpu.products import linear
 from drumline.core.device_map import Place, first_device, offload_level
 from drumline.core.meta_pass import MetaPass
 from drumline.planner.cost_model import (

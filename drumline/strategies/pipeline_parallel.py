@@ -25,7 +25,7 @@ from drumline.checkpoint.safetensors_index import check_unchanged, is_local, wri
 from drumline.checkpoint.source import Checkpoint, CheckpointFiles
 from drumline.checkpoint.weight_map import NotStreamable, WeightMap
 from drumline.core.consistency import check_same_on_all_ranks, model_facts, run_on_all_ranks
-from drumline.core.cpu.onednn_products import use_onednn
+from drumline.core.cpu.products import use_fast_products
 from drumline.core.device_map import DeviceMap, abbreviate_names
 from drumline.core.group_monitor import monitored_loading
 from drumline.core.packed_tensor import is_unpacked_by_torch
@@ -234,7 +234,7 @@ def connect_stages(
     stack: what to give back when the model is closed.
     """
     give_back_prompts(stage.model)
-    use_onednn(stage.model)
+    use_fast_products(stage.model)
     if coor.world_size == 1:
         return distribute(stage, None)
     stage.model.eval()

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from communicator import Communicator
 from drumline.contact.loading.models import keep_experts_apart
-from drumline.core.cpu.onednn_products import linear, use_onednn
+from drumline.core.cpu.products import linear, use_fast_products
 from drumline.core.mixed_classes import mixed_class
 from drumline.errors import PlanError
 from drumline.tensor_parallel import autograd_collectives as collectives
@@ -32,7 +32,7 @@ def insert_collectives(model: nn.Module, styles: Styles, comm: Communicator) -> 
 
     comm: over the ranks of the "tp" axis, in its order. Gradients flow as they do on one rank.
     """
-    use_onednn(model)
+    use_fast_products(model)
     modules = dict(model.named_modules())
     alone = [name for name in modules if styles.get(name) == tp_plan.SEQUENCE_PARALLEL]
     for name, style in styles.items():

@@ -1,1 +1,1 @@
-"""Faster ways of a processor: huge pages, products by oneDNN, no idle threads in the way."""
+"""Faster ways of a processor: huge pages, products at the rate of memory, no idle threads."""

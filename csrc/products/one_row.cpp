@@ -1,0 +1,117 @@
+#include "products/one_row.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "reduce/codec.h"
+#include "system/parallel.h"
+
+// The compiler makes one for each width of vectors, and the processor's is taken.
+#if defined(__x86_64__)
+#define ANY_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define ANY_PROCESSOR
+#endif
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
+namespace products {
+namespace {
+
+constexpr size_t width = 16;                  // numbers of a vector
+constexpr size_t pair = 2 * width;            // numbers that are loaded at a time
+constexpr size_t nbytes_a_thread = 64 << 10;  // waking a thread takes as long as reading less
+
+typedef float Vector __attribute__((vector_size(4 * width)));
+typedef uint32_t Bits __attribute__((vector_size(4 * width)));
+
+struct Pair {
+    Vector first, second;
+
+    ALWAYS_INLINE explicit Pair(const float* from) {
+        std::memcpy(&first, from, sizeof first);
+        std::memcpy(&second, from + width, sizeof second);
+    }
+    // Numbers at even places, and those at odd ones: both lie in words as the upper half of a float
+    // does, or one shift away.
+    ALWAYS_INLINE explicit Pair(const uint16_t* from) {
+        Bits words;
+        std::memcpy(&words, from, sizeof words);
+        const Bits even = words << 16, odd = words & 0xffff0000u;
+        std::memcpy(&first, &even, sizeof first);
+        std::memcpy(&second, &odd, sizeof second);
+    }
+};
+
+// An addition takes four cycles: one sum would wait for itself, where four do not.
+struct Sums {
+    Vector first = {}, second = {};
+
+    ALWAYS_INLINE void add(const Pair& values, const Pair& x) {
+        first += values.first * x.first;
+        second += values.second * x.second;
+    }
+};
+
+// x: in the order in which Pair has the numbers of a row.
+template <class Stored>
+ALWAYS_INLINE float sum_of_products(const Stored* row, const float* x, size_t count) {
+    Sums even, odd;
+    size_t i = 0;
+    for (; i + 2 * pair <= count; i += 2 * pair) {
+        even.add(Pair(row + i), Pair(x + i));
+        odd.add(Pair(row + i + pair), Pair(x + i + pair));
+    }
+    if (i < count) even.add(Pair(row + i), Pair(x + i));
+    const Vector all = (even.first + even.second) + (odd.first + odd.second);
+    float parts[width];
+    std::memcpy(parts, &all, sizeof parts);
+    for (size_t half = width / 2; half > 0; half /= 2)
+        for (size_t j = 0; j < half; j++) parts[j] += parts[j + half];
+    return parts[0];
+}
+
+template <class Codec>
+ALWAYS_INLINE void multiply_range(const OneRow& product, const float* x, size_t first, size_t end) {
+    using Stored = typename Codec::Stored;
+    auto weight = static_cast<const Stored*>(product.weight);
+    auto bias = static_cast<const Stored*>(product.bias);
+    auto out = static_cast<Stored*>(product.out);
+    const size_t count = product.num_columns;
+    for (size_t row = first; row < end; row++) {
+        float sum = sum_of_products(weight + row * count, x, count);
+        if (bias) sum += Codec::widen(bias[row]);
+        out[row] = Codec::narrow(sum);
+    }
+}
+
+ANY_PROCESSOR void multiply_range(Element element, const OneRow& product, const float* x,
+                                  size_t first, size_t end) {
+    if (element == Element::float32)
+        multiply_range<shm::Native<float>>(product, x, first, end);
+    else
+        multiply_range<shm::Bfloat16>(product, x, first, end);
+}
+
+// In the order of Pair.
+std::vector<float> widened(const uint16_t* x, size_t count) {
+    std::vector<float> floats(count);
+    for (size_t i = 0; i < count; i++)
+        floats[i / pair * pair + i % 2 * width + i % pair / 2] = shm::Bfloat16::widen(x[i]);
+    return floats;
+}
+
+}  // namespace
+
+void multiply(Element element, const OneRow& product, size_t num_threads) {
+    const bool is_wide = element == Element::float32;
+    std::vector<float> floats;
+    if (!is_wide) floats = widened(static_cast<const uint16_t*>(product.x), product.num_columns);
+    const float* x = is_wide ? static_cast<const float*>(product.x) : floats.data();
+    const size_t most =
+        product.num_rows * product.num_columns * (is_wide ? 4 : 2) / nbytes_a_thread;
+    auto work = [&](size_t first, size_t end) { multiply_range(element, product, x, first, end); };
+    parallel::for_ranges(product.num_rows, 1, std::min(num_threads, most), work);
+}
+
+}  // namespace products
