@@ -65,14 +65,16 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
 
 
 def _multiply_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    out = x.new_empty((*x.shape[:-1], len(weight)))
+    rows, columns = weight.shape
+    out = x.new_empty((*x.shape[:-1], rows))
     _products.multiply_row(
         weight.dtype is torch.bfloat16,
         weight.data_ptr(),
         x.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         out.data_ptr(),
-        *weight.shape,
+        rows,
+        columns,
         torch.get_num_threads(),
     )
     return out
