@@ -780,6 +780,14 @@ def test_the_page_in_a_browser_shows_the_map_and_streams_an_answer(plain, server
     browser.wait_for(f"{text}.trim()")  # sampled, so it may end soon
 
 
+@needs_browser
+def test_the_page_reads_on_in_a_stream_that_waited(browser):
+    """The lines in between were read as events, and the answer stayed empty."""
+    stream = "new Response('\\n\\n\\ndata: 5\\n\\n\\ndata: 6\\n\\n')"
+    browser.evaluate(f"texts = []; eachEvent({stream}, text => texts.push(text)); 0")
+    assert browser.wait_for("texts.length > 1 && texts") == ["5", "6"]
+
+
 def test_the_death_of_a_rank_is_status_503_and_the_end_of_the_server(
     server, client, reports, browser
 ):
