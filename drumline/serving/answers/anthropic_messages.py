@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from drumline.serving import protocol
+from drumline.serving.answers.message_parser import to_json
 from drumline.serving.answers.request_stream import MessagePiece
 from drumline.serving.answers.response_writer import ResponseBuilder, server_sent_event
 
@@ -188,7 +189,7 @@ class MessageBuilder(ResponseBuilder):
             return []
         if self._blocks[-1]["type"] == "tool_use":
             with contextlib.suppress(ValueError, RecursionError):  # of a call that max_tokens cut
-                self._blocks[-1]["input"] = json.loads(self._arguments)
+                self._blocks[-1]["input"] = json.loads(to_json(json.loads(self._arguments)))
             self._arguments = ""
         return [self._block_event("stop")]
 

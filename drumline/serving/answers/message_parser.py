@@ -66,10 +66,10 @@ class CallList(PlainText):
 
     def finish(self, is_cut: bool = False) -> list[Delta]:
         calls, rest = list[Delta](), self._text.lstrip(" \n\r\t[")
-        with contextlib.suppress(ValueError):  # of the end, or of a call cut off by max_tokens
+        with contextlib.suppress(*UNPARSED):  # of the end, or of a call cut off by max_tokens
             while True:
                 call, end = json.JSONDecoder().raw_decode(rest)
-                calls.append(_call(len(calls), call["name"], json.dumps(call["parameters"])))
+                calls.append(_call(len(calls), call["name"], to_json(call["parameters"])))
                 rest = rest[end:].lstrip(" \n\r\t,")
         return [{"tool_calls": calls}] if calls else super().feed(self._text)
 
@@ -134,7 +134,7 @@ class TemplateParser(PlainText):
             function = call["function"]
             if self._max_calls is None or self._num_calls < self._max_calls:
                 name, arguments = function["name"], function["arguments"]
-                text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+                text = arguments if isinstance(arguments, str) else to_json(arguments)
                 deltas.append({"tool_calls": [_call(self._num_calls, name, text)]})
                 self._num_calls += 1
         return deltas
@@ -236,6 +236,12 @@ def merged(deltas: Iterable[Delta]) -> dict[str, Any]:
         message["content"] = message["content"] or None
         message["tool_calls"] = [*calls.values()]
     return message
+
+
+def to_json(value: Any) -> str:
+    """The JSON of what Python read as such: without NaN, infinities and halves of characters."""
+    text = json.dumps(value, ensure_ascii=False).encode(errors="replace")
+    return json.dumps(json.loads(text, parse_constant=str))
 
 
 def _call(index: int, name: str, arguments: str) -> dict[str, Any]:

@@ -228,6 +228,14 @@ def test_a_use_of_a_tool_that_was_cut_has_no_input():
     assert message["content"][0]["input"] == {} and message["stop_reason"] == "max_tokens"
 
 
+def test_the_input_of_a_use_of_a_tool_is_json_whatever_the_model_wrote():
+    """Numbers without an end, and halves of characters, were an error of the server."""
+    arguments = '{"n": 1e999, "m": NaN, "text": "\\ud83d"}'
+    call = {"index": 0, "id": "c", "function": {"name": "count", "arguments": arguments}}
+    message = builder().whole([[MessagePiece(0, {"tool_calls": [call]}, [], "tool_calls")]], USAGE)
+    assert message["content"][0]["input"] == {"n": "Infinity", "m": "NaN", "text": "?"}
+
+
 def test_blocks_of_messages_are_the_messages_of_a_chat():
     image = {"type": "base64", "media_type": "image/png", "data": "aGk="}
     use = {"type": "tool_use", "id": "c", "name": "count", "input": {"n": 1}}

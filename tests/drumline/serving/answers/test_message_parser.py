@@ -89,6 +89,20 @@ def test_a_call_that_is_not_json_stays_text(seed):
     assert "{'a': 1}" in message["content"]
 
 
+def test_numbers_that_json_does_not_have_are_texts_in_arguments():
+    """They were no JSON for most clients, and NaN may be meant as a text."""
+    own = [call("f", {"a": float("nan")}), '<tool_call>{"name": "f", "arguments": {"a": -1e999}}']
+    for text, name in zip((own[0], f"{own[1]}</tool_call>"), ("NaN", "-Infinity"), strict=True):
+        (made,) = merged(parsed(text, 1))["tool_calls"]
+        assert json.loads(made["function"]["arguments"]) == {"a": name}
+    text = "<tool_call>\n<function=f>\n<parameter=a>\nNaN\n</parameter>\n</function>\n</tool_call>"
+    (made,) = merged(parsed(text, 1, Qwen(model_type="qwen3_5")))["tool_calls"]
+    assert made["function"]["arguments"] == '{"a": "NaN"}'
+    text = '[{"name": "f", "parameters": {"a": 1e999, "b": "\\ud83d"}}]'
+    (made,) = merged(parsed(text, 1, tool_choice="required"))["tool_calls"]
+    assert made["function"]["arguments"] == '{"a": "Infinity", "b": "?"}'
+
+
 @pytest.mark.parametrize("seed", [None, *range(4)])
 def test_a_call_that_was_cut_is_text_and_one_that_ends_at_the_cut_is_a_call(seed):
     """A call of some of its arguments was delivered as a whole one."""
@@ -209,7 +223,9 @@ def test_required_calls_come_at_the_end_and_what_was_cut_off_is_content():
     text = '[{"name": "f", "parameters": {"a": 1}}]'
     (made,) = merged(parsed(text, 1, tool_choice="required"))["tool_calls"]
     assert made["function"] == {"name": "f", "arguments": '{"a": 1}'}
-    assert merged(parsed(text[:20], 1, tool_choice="required"))["content"] == text[:20]
+    deep = text[:34] + 100_000 * "["
+    for cut in (text[:20], deep):
+        assert merged(parsed(cut, 1, tool_choice="required"))["content"] == cut
     longer = f"{text[:-1]}, {text[1:]}"
     for end in (len(text), len(longer) - 2):
         (made,) = merged(parsed(longer[:end], 1, tool_choice="required"))["tool_calls"]
