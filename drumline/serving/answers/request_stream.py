@@ -99,9 +99,10 @@ class Choice(Generation):
         return min(len(self.new_tokens), self._max_tokens)
 
     def _take(self, token: int) -> bool:
-        before_s, self._token_s = self._token_s, time.monotonic()
+        stream, before_s, self._token_s = self._stream, self._token_s, time.monotonic()
+        stream.first_token_s = stream.first_token_s or self._token_s - stream.began_s
         if before_s:
-            self._stream.on_gap(self._token_s - before_s)
+            stream.on_gap(self._token_s - before_s)
         self._echo()
         if self._max_tokens == 0:
             return True
@@ -166,7 +167,7 @@ class RequestStream:
         self.tokenizer, self.on_gap = tokenizer, on_gap
         self._loop = asyncio.get_running_loop()
         self._pieces = asyncio.Queue[MessagePiece | Exception | None]()
-        self._start = time.monotonic()
+        self.began_s = time.monotonic()
         self.first_token_s = self.request_s = 0.0  # until the first token, and the end of all
         self.generations: list[Choice] = []
 
@@ -196,8 +197,8 @@ class RequestStream:
                     continue
                 if piece is None:
                     return
-                so_far_s = time.monotonic() - self._start
-                self.first_token_s = self.first_token_s or so_far_s
+                so_far_s = time.monotonic() - self.began_s
+                self.first_token_s = self.first_token_s or so_far_s  # if the end came at once
                 if isinstance(piece, Exception):
                     raise api_error(piece) from piece
                 num_open -= piece.finish_reason is not None

@@ -222,6 +222,30 @@ def test_a_stop_string_of_the_last_token_is_the_reason_of_the_end():
     assert asyncio.run(read()) == [({}, "stop")]
 
 
+@pytest.mark.parametrize("end_tokens", [set(), {6}])
+def test_the_time_to_the_first_token_is_not_that_to_the_first_piece(byte_tokenizer, end_tokens):
+    """An answer of calls, which come at its end, looked like a prompt of that length."""
+
+    async def read():
+        stream = request_stream.RequestStream(byte_tokenizer)
+        body = protocol.CompletionRequest(model="m", prompt=[5])
+        params = SamplingParams(max_tokens=2)
+        stream.add(body, [5], params, end_tokens, None, message_parser.CallList())
+        stream.generations[0].append(6)
+        await asyncio.sleep(0.2)
+        if not end_tokens:
+            stream.generations[0].append(6)
+        async for _ in stream.pieces(SimpleNamespace(is_disconnected=stays)):
+            pass
+        return stream.first_token_s, stream.request_s
+
+    async def stays():
+        return False
+
+    first_s, last_s = asyncio.run(read())
+    assert first_s > 0 and (last_s - first_s > 0.1 or end_tokens)
+
+
 def test_a_parser_that_fails_at_the_end_ends_its_own_request_alone(byte_tokenizer):
     """The error went into the step, which ended all sequences of the batch."""
 
