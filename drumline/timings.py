@@ -75,6 +75,9 @@ class ModelTimings(ScalableTimings):
     suspended_s: float = 3.0
     """A rank that is suspended for so long is killed, and all are started again. Must exceed the
     time in which the other ranks notice it, and say so."""
+    start_pause_s: float = 1.0
+    """Before ranks that did not come up are started again. Must exceed the time in which processes
+    that end free what they held."""
     node_return_s: float = 20.0
     """For a node that was lost, before ranks are started without it. Must exceed ranks_end_s, and
     the time in which its command starts again."""

@@ -90,6 +90,8 @@ class RestartingRanks:
                 error = self._serve_once(nodes, num_ranks)
             except Exception as problem:  # such as no descriptors left to start with
                 error = problem
+            if self._was_ready.done() and (self._failed_starts or not num_ranks):
+                self._is_closed.wait(timings.TIMINGS.start_pause_s)  # they did not come up
             if self._is_closed.is_set():
                 return None
             if not self._was_ready.done():

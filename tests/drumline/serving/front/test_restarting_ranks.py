@@ -143,7 +143,7 @@ def test_a_rank_that_is_suspended_for_less_than_the_patience_goes_on(serve, monk
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_sequence_survives_processes_that_are_lost_while_ranks_start_again(monkeypatch, number):
     """From the fork of the first new process on, until the ranks are ready and later."""
-    quick = ModelTimings(suspended_s=0.5, ranks_end_s=1)
+    quick = ModelTimings(suspended_s=0.5, ranks_end_s=1, start_pause_s=0.1)
     monkeypatch.setattr(timings, "TIMINGS", quick)
     infos = queue.SimpleQueue()
     scheduler = TellingScheduler(infos.put)
@@ -171,8 +171,9 @@ def test_a_sequence_survives_processes_that_are_lost_while_ranks_start_again(mon
     assert set(launcher.linux.descendants(os.getpid())) <= children
 
 
-def test_fewer_ranks_go_on_where_not_all_come_up_until_they_are_too_few(tmp_path):
+def test_fewer_ranks_go_on_where_not_all_come_up_until_they_are_too_few(monkeypatch, tmp_path):
     """A device is gone, comes back, and is gone again when one rank has become too few."""
+    monkeypatch.setattr(timings, "TIMINGS", ModelTimings(start_pause_s=0.1))
     losses, pids, is_ready = [], [], threading.Semaphore(0)
     (tmp_path / "devices").write_text("2 1")
 
@@ -213,15 +214,37 @@ def test_nodes_that_cannot_be_gathered_are_no_ranks_that_did_not_come_up(monkeyp
         ranks._failed_starts += 1
         return PeerLost("it did not come up")
 
+    assert len(pauses_between_starts(monkeypatch, 5, gather, serve_once)) == 6
+    assert started == [4, 4, 3, 3]
+
+
+def test_ranks_that_do_not_come_up_are_started_again_after_a_pause(monkeypatch):
+    """All restarts were used up within milliseconds."""
+    failures = iter([None, OSError("no process can be started"), PeerLost("it did not come up")])
+
+    def serve_once(ranks, *_):
+        failure = next(failures)
+        ranks._failed_starts = 0 if failure is None else ranks._failed_starts + 1
+        if isinstance(failure, OSError):
+            raise failure
+        return failure or PeerLost("it came up, and was killed")
+
+    pauses = pauses_between_starts(monkeypatch, 2, lambda nodes, *_: nodes, serve_once)
+    assert pauses == [timings.TIMINGS.start_pause_s] * 2
+
+
+def pauses_between_starts(monkeypatch, restarts, gather, serve_once):
+    """Of ranks that were ready, the pauses until no restart is left."""
     monkeypatch.setattr(RestartingRanks, "_serve_once", serve_once)
-    ranks, was_ready = object.__new__(RestartingRanks), Future()
+    ranks, was_ready, pauses = object.__new__(RestartingRanks), Future(), []
     was_ready.set_result(None)
     ranks._leader = SimpleNamespace(gather=gather, ranks_of_nodes=[4])
     ranks._scheduler, ranks._job = SimpleNamespace(), SimpleNamespace(nnodes=1)
-    ranks._restarts, ranks._failed_starts = 5, 0
-    ranks._is_closed, ranks._was_ready = threading.Event(), was_ready
+    ranks._restarts, ranks._failed_starts = restarts, 0
+    ranks._is_closed = SimpleNamespace(is_set=lambda: False, wait=pauses.append)
+    ranks._was_ready = was_ready
     ranks._serve()
-    assert started == [4, 4, 3, 3]
+    return pauses
 
 
 FOLLOW = """
