@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -135,13 +136,15 @@ def num_stages(mesh: Any) -> int:
 
 def _from(mesh: Any) -> Mesh:
     if isinstance(mesh, Mapping):
-        return Mesh({ALIASES.get(str(axis), str(axis)): int(size) for axis, size in mesh.items()})
+        axes = {ALIASES.get(str(axis), str(axis)): size for axis, size in mesh.items()}
+        if len(axes) == len(mesh) and all(isinstance(n, numbers.Integral) for n in axes.values()):
+            return Mesh({axis: int(size) for axis, size in axes.items()})
     if hasattr(mesh, "mesh_dim_names"):
         ranks = tuple(mesh.mesh.flatten().tolist())
         return Mesh(dict(zip(axis_names(mesh), mesh.shape, strict=True)), ranks)
     raise PlanError(
-        f"mesh={mesh!r} is not a mesh, and is not ignored; give sizes by axis, such as "
-        '{"pp": 2, "tp": 2}, or a torch DeviceMesh.'
+        f"mesh={mesh!r} is not a mesh, and is not ignored; give whole sizes by axis, each axis "
+        'once (fsdp is dp_shard), such as {"pp": 2, "tp": 2}, or a torch DeviceMesh.'
     )
 
 

@@ -44,6 +44,10 @@ def test_the_name_that_transformers_gives_an_axis_is_understood():
         ({"rows": 4}, "rows"),
         ({"tp": 4, "pp": 0}, "0 ranks along 'pp'"),
         (4, "not a mesh"),
+        ({"fsdp": 2, "dp_shard": 4}, "each axis once"),
+        ({"tp": 4.7}, "whole sizes"),
+        ({"tp": "four"}, "whole sizes"),
+        ({"tp": None}, "whole sizes"),
         (Mesh({"tp": 4}, (0, 1, 2, 4)), "places"),
     ],
 )
