@@ -74,7 +74,7 @@ def _json_object(text: str) -> Any:
 def _excerpt(text: str, other: str) -> str:
     """The part of a text around the first character that differs."""
     pairs = enumerate(zip(text, other, strict=False))
-    start = next((at for at, (a, b) in pairs if a != b), 0)
+    start = next((at for at, (a, b) in pairs if a != b), min(len(text), len(other)))
     return text[max(0, start - CONTEXT[0]) : start + CONTEXT[1]].strip()
 
 

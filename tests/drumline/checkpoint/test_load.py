@@ -617,6 +617,17 @@ def test_what_differs_need_not_be_json(ranks_or_errors):
     assert all("is {0: 7} on rank 0 and {0: 8}" in str(e) for e in ranks_or_errors(rank, 2))
 
 
+def test_the_end_that_one_rank_has_more_is_shown(ranks_or_errors):
+    """The beginnings were shown, which are equal."""
+
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            check_same_on_all_ranks(coor, {"max_memory": 200 * "x" + "y"[: info.rank]})
+
+    values = rf"is {40 * 'x'} on rank 0 and {40 * 'x'}y on rank 1"
+    assert all(values in str(error) for error in ranks_or_errors(rank, 2))
+
+
 def test_a_field_that_one_rank_lacks_differs_from_one_that_is_null(ranks_or_errors):
     def rank(info):
         with Coordinator(info, timeout_s=20) as coor:
