@@ -276,13 +276,13 @@ class PagedManager(Manager):  # type: ignore[misc]
     @property
     def pool_usage(self) -> float:
         """The share of the pages that requests have; of those kept for later ones, none."""
-        processor = self.batch_processor
-        return 0.0 if processor is None else self.tables.usage()
+        tables = self.tables  # None at any moment, once another thread stops the manager
+        return 0.0 if tables is None else tables.usage()
 
     def num_cached(self, name: str) -> int:
         """The tokens of a request's prompt that were in the pools already."""
-        processor = self.batch_processor
-        return 0 if processor is None else self.tables.num_cached.get(name, 0)
+        tables = self.tables
+        return 0 if tables is None else tables.num_cached.get(name, 0)
 
     @property
     def failure(self) -> Exception | None:

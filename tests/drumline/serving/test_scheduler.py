@@ -188,6 +188,15 @@ def test_sequences_that_do_not_fit_in_the_pages_get_the_same_texts(plain, loaded
     assert sum(sizes) > 5 * (20 + 49)  # some tokens were computed twice
 
 
+def test_pages_of_a_batch_that_another_thread_stops_are_not_counted(loaded):
+    """A look at the metrics in that moment was an error of the server."""
+    with scheduling(loaded) as (scheduler, _):
+        (batch,) = scheduler._batches
+        tables, batch.tables = batch.tables, None
+        assert batch.pool_usage == batch.num_cached("0") == 0
+        batch.tables = tables
+
+
 def test_a_sequence_that_outgrows_the_pages_ends_alone(plain, loaded, monkeypatch):
     """The server ended with it, and did so again after each restart."""
     monkeypatch.setattr(BatchedRanks, "num_blocks", lambda *_: 3)
