@@ -12,7 +12,6 @@ prompts with images.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
 import functools
@@ -282,7 +281,7 @@ class BatchScheduler(Scheduler):
         self.device_map = json.loads(model.device_map.to_json())
         self._model, self._chunk = model, limits.max_length
         self._alone = ThreadPoolExecutor(1)  # for what has passes of its own
-        self._waiting, self._batch_of = collections.deque[int](), dict[int, Any]()
+        self._waiting, self._batch_of = dict[int, None](), dict[int, Any]()
         self._batches = self._made_batches(model)
         self._threads = [threading.Thread(target=self._run, args=(b,)) for b in self._batches]
         release_idle_threads()  # from now on it is other threads that compute
@@ -292,7 +291,7 @@ class BatchScheduler(Scheduler):
 
     @property
     def num_running(self) -> int:  # type: ignore[override]
-        has_alone = {*self._open} - self._batch_of.keys() - {*self._waiting}
+        has_alone = {*self._open} - self._batch_of.keys() - self._waiting.keys()
         most: int = sum(batch.num_running for batch in self._batches) + bool(has_alone)
         return min(len(self._open), most)
 
@@ -349,14 +348,15 @@ class BatchScheduler(Scheduler):
             elif not self._batches or item.inputs:
                 self._alone.submit(self._compute_alone, number, item, self._generate)
             else:
-                self._waiting.append(number)
+                self._waiting[number] = None
         self._fill_places()
 
     def _fill_places(self) -> None:
         """Add sequences that wait to the batches that have places for them."""
         while self._waiting and len(self._batch_of) < self.limits.max_running:
             batch = min(self._batches, key=[*self._batch_of.values()].count)
-            if (number := self._waiting.popleft()) in self._open:
+            self._waiting.pop(number := next(iter(self._waiting)))
+            if number in self._open:
                 self._add(number, batch)
 
     def _compute_alone(
@@ -446,6 +446,7 @@ class BatchScheduler(Scheduler):
     def _forget(self, number: int) -> None:
         super()._forget(number)
         self._batch_of.pop(number, None)
+        self._waiting.pop(number, None)
         for batch in self._batches:
             batch.cancel_request(str(number))
         with contextlib.suppress(Exception):  # one that cannot be added has ended with its error

@@ -397,7 +397,7 @@ def test_a_client_that_leaves_while_it_waits_leaves_the_queue_at_once(
         for _ in range(3):
             (waiting,) = submit(scheduler, Client([6]))
             waiting.sequence.cancel()
-            assert waiting.reason == "cancelled"
+            assert waiting.reason == "cancelled" and not scheduler._waiting
         assert not first.has_ended.is_set() and scheduler.num_waiting == 0
 
 
