@@ -32,7 +32,7 @@ def parse_as_chat(body: bytes | bytearray) -> dict[str, Any]:
     scores = filter(fields.get, ("logprobs", "top_logprobs"))
     if "messages" in fields:
         refusal = "this API has no field messages; send them as input"
-        raise protocol.invalid_request(refusal, "messages")
+        raise protocol.invalid_request(refusal)  # by a param, it would be named as input
     for name in {"n", *scores} & fields.keys():
         raise protocol.unsupported(name, name)
     for name in {"conversation", "previous_response_id"} & fields.keys():

@@ -153,7 +153,7 @@ def test_items_of_an_answer_sent_back_are_the_messages_of_a_chat():
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"n": 2}, "n"),
-        ({"messages": []}, "messages"),
+        ({"messages": []}, None),
         ({"logprobs": True}, "logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
@@ -198,6 +198,8 @@ def test_an_error_names_fields_as_the_request_does(service):
         status, answer = ask(service, **fields)
         assert status == 400 and answer["error"]["param"] == field
         assert answer["error"]["message"].startswith((f"{field}: ", "This model's maximum"))
+    error = ask(service, messages=[])[1]["error"]
+    assert "no field messages" in error["message"] and error["param"] is None
 
 
 def test_a_stop_string_of_the_last_token_is_the_reason_of_the_end():
