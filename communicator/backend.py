@@ -108,7 +108,7 @@ class Backend(CollectivesFromP2P):
         self._me = self.rank_name()
         if reason := self.why_unencrypted(coor):
             raise Unsupported(f"{self._me}: {self.name}: {reason}")
-        self.timeout_s = coor.timeout_s if timeout_s is None else timeout_s
+        self.timeout_s = coor.timeout_s if timeout_s is None else coor.checked_timeout(timeout_s)
         self.is_gpu_named = device is not None
         self._device = self._own_device(device)
         if checked_calls is not None:

@@ -371,7 +371,7 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
 
     def set_timeout(self, timeout_s: float) -> None:
         """Give this rank's later calls another deadline. Not collective, from any thread."""
-        self._backend.set_timeout(timeout_s)
+        self._backend.set_timeout(self.coor.checked_timeout(timeout_s))
 
     def abort(self) -> None:
         """Make calls of this rank that wait raise, and later ones; from any thread."""

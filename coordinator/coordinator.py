@@ -119,7 +119,7 @@ class Coordinator(Collectives, SharedState):
             )
         group = cls.__new__(cls)
         group.info = store_meeting.alone(numbers[rank])
-        limit_s = group._checked(timeout_s)
+        limit_s = group.checked_timeout(timeout_s)
         if len(numbers) > 1:
             group.info, location = store_meeting.meet(store, rank, numbers, limit_s, timings)
             this_process.locate(group.info, location)
@@ -134,7 +134,7 @@ class Coordinator(Collectives, SharedState):
         self, timeout_s: float, timings: CoordinatorTimings, transport: str, encrypts: bool
     ) -> None:
         """Set what is known before the other ranks are."""
-        self.timeout_s = self._checked(timeout_s)
+        self.timeout_s = self.checked_timeout(timeout_s)
         self._session: Session | None = None
         self.patience_s = launcher.patience_s()
         self._timings = timings.with_patience(self.patience_s)
@@ -450,7 +450,7 @@ class Coordinator(Collectives, SharedState):
     def _exchange(self, name: str, exchange: Exchange, timeout_s: float | None) -> list[bytes]:
         """One collective call; what breaks it breaks the group."""
         self._check_open(name)
-        limit_s = self.timeout_s if timeout_s is None else self._checked(timeout_s)
+        limit_s = self.timeout_s if timeout_s is None else self.checked_timeout(timeout_s)
         if not self._busy.acquire(False):
             other = self._call.call if self._call is not None else "a call"
             raise CoordinatorError(

@@ -64,9 +64,10 @@ class GroupMember:
         return begin_call(name, number, self._limit(timeout_s))
 
     def _limit(self, timeout_s: float | None) -> float:
-        return self.timeout_s if timeout_s is None else self._checked(timeout_s)
+        return self.timeout_s if timeout_s is None else self.checked_timeout(timeout_s)
 
-    def _checked(self, timeout_s: float) -> float:
+    def checked_timeout(self, timeout_s: float) -> float:
+        """The deadline, in seconds. Raises ValueError for what is none."""
         if not isinstance(timeout_s, int | float) or not 0 <= timeout_s < math.inf:
             raise ValueError(
                 f"rank {self.info.rank}: timeout_s={timeout_s!r} is not a deadline. Give seconds: "

@@ -1,14 +1,15 @@
 """What an engine asks of a communicator beside the collectives that every backend has."""
 
+import math
 import threading
 
 import pytest
 import torch
 from torch.distributed import HashStore, ProcessGroup
 
-from communicator import Communicator, CommunicatorError, CommunicatorTimeout
+from communicator import Communicator, CommunicatorError, CommunicatorTimeout, PeerLost
 from communicator.backends.shm import Shm
-from coordinator import Coordinator, CoordinatorError
+from coordinator import Coordinator, CoordinatorError, DrumlineError
 from launcher import LaunchInfo
 
 BACKENDS = ("shm", "tcp")
@@ -165,6 +166,19 @@ def test_a_bounded_wait_for_a_collective_leaves_it_to_end(on_ranks):
     assert on_ranks(body, 2) == [[[1.0, 1.0]] * 2, None]
 
 
+@pytest.mark.parametrize("backend", ["shm", "tcp", "gloo"])
+@pytest.mark.parametrize("limit_s", [math.inf, math.nan, -1, "5"])
+def test_what_is_no_deadline_is_refused(backend, limit_s):
+    """Over TCP calls had none from then on."""
+    with Coordinator(LaunchInfo("alone")) as coor:
+        with pytest.raises(ValueError, match="is not a deadline"):
+            Communicator(coor, backend, timeout_s=limit_s)
+        with Communicator(coor, backend) as comm:
+            with pytest.raises(ValueError, match="is not a deadline"):
+                comm.set_timeout(limit_s)
+            assert comm.timeout_s == coor.timeout_s
+
+
 def test_only_collectives_can_be_started(on_ranks):
     def body(comm):
         with pytest.raises(ValueError, match="only allreduce, broadcast"):
@@ -251,11 +265,11 @@ def test_a_wrong_dict_is_told_of_where_nobody_receives_it(on_ranks):
 def test_a_dict_that_cannot_be_sent_is_an_error_on_both_sides(on_ranks):
     def body(comm):
         if comm.rank == 0:
-            with pytest.raises(ValueError, match="rank 0 gave a list that cannot be sent"):
+            with pytest.raises(ValueError, match="rank 0 gave a dict that cannot be sent"):
                 comm.send_tensors({"tensor": torch.ones(2), "value": object()}, 1)
             comm.send(torch.ones(1), 1)  # nothing is left of the dict
         else:
-            with pytest.raises(CoordinatorError, match="rank 0 gave a list that cannot be sent"):
+            with pytest.raises(CoordinatorError, match="rank 0 gave a dict that cannot be sent"):
                 comm.recv_tensors(0)
             comm.recv(torch.zeros(1), 0)
 
