@@ -9,6 +9,7 @@ calls/checked_calls.py; the backend (backend.py). The base's `_bind` says which 
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -310,9 +311,7 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
         me = self._backend.rank_name()
         check_peer(me, "recv_tensors", src, self.world_size, "src")
         if self._calls.pending is not None:
-            raise CommunicatorError(
-                f"{me}: recv_tensors cannot be used inside a group(); call it after the group."
-            )
+            raise CommunicatorError(f"{me}: recv_tensors inside a group(): call it after that.")
         return tensor_dict.read(self._backend, lambda tensor: self.recv(tensor, src))
 
     def broadcast_tensors(
@@ -320,10 +319,7 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
     ) -> dict[str, Any]:
         """Rank src's dict, as send_tensors takes it, on every rank. Collective."""
         check_peer(self._backend.rank_name(), "broadcast_tensors", src, self.world_size, "src")
-
-        def move(part: torch.Tensor) -> object:
-            return self.broadcast(part, src)
-
+        move = functools.partial(self.broadcast, src=src)
         if self.rank != src:
             return tensor_dict.read(self._backend, move)
         values = values or {}

@@ -23,13 +23,15 @@ TORCH_DTYPES = {info.name: info.torch for info in DTYPES}
 def write(backend: Backend, call: str, values: dict[str, Any], move: Move) -> None:
     """Move a dict. Raises for what cannot be sent, after the receiver has heard so."""
     problem: Exception | None = None
+    rank = backend.coor.info.rank
     try:
         tensors = [item.contiguous() for item in values.values() if isinstance(item, torch.Tensor)]
         for tensor in tensors:
             backend.check_tensor(call, tensor)
-        rows = [[name, *_described(value)] for name, value in values.items()]
-        data = object_codec.packed(rows, backend.coor.info.rank)
-    except (TypeError, ValueError, RuntimeError) as error:
+        data = object_codec.packed({name: _described(v) for name, v in values.items()}, rank)
+        if not object_codec.why_unsendable(data):
+            object_codec.unpacked(data, rank)  # raises what would be raised by the receiver alone
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         problem, data = error, object_codec.UNSENDABLE + str(error).rstrip(".").encode()
     try:
         move(torch.tensor([len(data)], device=backend.device))
@@ -53,8 +55,8 @@ def read(backend: Backend, move: Move) -> dict[str, Any]:
     move(data)
     backend.follow_calls()
     rows = object_codec.unpacked(data.cpu().numpy().tobytes(), backend.coor.info.rank)
-    values = {name: _undescribed(backend, *row) for name, *row in rows}
-    tensors = [values[name] for name, kind, *_ in rows if kind == TENSOR]
+    values = {name: _undescribed(backend, *row) for name, row in rows.items()}
+    tensors = [values[name] for name, (kind, _) in rows.items() if kind == TENSOR]
     for part in _memory(tensors):
         move(part)
     return values

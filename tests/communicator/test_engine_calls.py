@@ -276,6 +276,34 @@ def test_a_dict_that_cannot_be_sent_is_an_error_on_both_sides(on_ranks):
     on_ranks(body, 2)
 
 
+UNREADABLE = (
+    {("layer", 0): torch.ones(2)},
+    {"lengths": {(1, 2): 3}, "tensor": torch.ones(2)},
+    [torch.ones(2)],
+)
+
+
+def test_a_dict_that_only_its_receivers_cannot_read_is_an_error_on_both_sides(on_ranks):
+    """Its sender went on, and what it sent next was taken for one of its tensors."""
+
+    def body(comm):
+        for values in UNREADABLE:
+            if comm.rank == 0:
+                with pytest.raises((CoordinatorError, AttributeError)):
+                    comm.send_tensors(values, 1)
+                with pytest.raises((CoordinatorError, AttributeError)):
+                    comm.broadcast_tensors(values)
+                comm.send(torch.ones(1), 1)  # nothing is left of the dict
+            else:
+                with pytest.raises(CoordinatorError):
+                    comm.recv_tensors(0)
+                with pytest.raises(CoordinatorError):
+                    comm.broadcast_tensors()
+                comm.recv(torch.zeros(1), 0)
+
+    on_ranks(body, 2)
+
+
 def test_sizes_and_dims_that_do_not_fit_are_refused_before_anything_moves(on_ranks):
     def body(comm):
         tensor = torch.ones(4, 2)
