@@ -389,16 +389,18 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
             self._background.join()  # what was started still runs; finish() may leave all open
         problem = self._backend.finish()
         self._closed = self._backend.is_closed = True
-        if self._messages is not None:
-            self._messages.close(is_aborting=is_failing)
-        opened = (self._backend, self._part_coor, self._recorder, self._background)
-        for part in opened:
-            if part is not None:
-                part.close()
+        self._close_parts(is_failing)
         if problem is not None and not is_failing:
             raise problem
         if problem is not None:
             warnings.warn(str(problem), RuntimeWarning, stacklevel=3)
+
+    def _close_parts(self, is_failing: bool) -> None:
+        if self._messages is not None:
+            self._messages.close(is_aborting=is_failing)
+        for part in (self._backend, self._part_coor, self._recorder, self._background):
+            if part is not None:
+                part.close()
 
     def __enter__(self) -> Communicator:
         return self
@@ -407,9 +409,8 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
         if error is not None:
             self._backend.leave()
         if error is not None and self._background is not None and not self._background.is_idle():
-            # Not to wait for ranks, which may be waiting for this one.
             self._closed = self._backend.is_closed = True
-            return self._background.close(is_waiting=False)
+            return self._background.at_end(lambda: self._close_parts(is_failing=True))
         self._close(is_failing=error is not None)
 
     def __del__(self) -> None:

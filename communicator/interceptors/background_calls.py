@@ -20,7 +20,7 @@ from communicator.errors import CommunicatorError
 from communicator.interceptors.interceptor import KINDS, Call, Interceptor, Order
 
 COLLECTIVES = tuple(name for name in KINDS if name not in ("send", "recv"))
-OTHERS = ("send", "recv", "group")  # which wait for started calls too, and are started otherwise
+OTHERS = ("send", "recv", "group", "decline")  # which wait for started calls too
 
 
 class CallHandle:
@@ -92,6 +92,10 @@ class BackgroundCalls(Interceptor):
         """True if all have ended."""
         return self._queue.is_idle()
 
-    def close(self, is_waiting: bool = True) -> None:
-        """Return when all have ended, or let them end by themselves."""
-        self._queue.close(is_waiting)
+    def at_end(self, closing: Callable[[], object]) -> None:
+        """Call this once all have ended by themselves: they may wait for ranks that wait here."""
+        self._queue.submit(closing, [])
+
+    def close(self) -> None:
+        """Return when all have ended."""
+        self._queue.close()

@@ -166,6 +166,26 @@ def test_a_bounded_wait_for_a_collective_leaves_it_to_end(on_ranks):
     assert on_ranks(body, 2) == [[[1.0, 1.0]] * 2, None]
 
 
+def test_a_call_is_declined_after_those_that_were_started(on_ranks):
+    """It stood in for one of them, or went over the same connections at the same time."""
+    has_declined = threading.Event()
+
+    def body(comm):
+        if comm.rank == 1:
+            handle = comm.start("allreduce", torch.ones(2))
+            threading.Timer(0.3, has_declined.set).start()
+            comm.decline("of a mistake")
+            assert handle.is_completed()
+            return handle.wait().tolist()
+        assert has_declined.wait(20)
+        total = comm.start("allreduce", torch.ones(2)).wait().tolist()
+        with pytest.raises(CommunicatorError, match="of a mistake"):
+            comm.barrier()
+        return total
+
+    assert on_ranks(body, 2) == [[2.0, 2.0]] * 2
+
+
 @pytest.mark.parametrize("backend", ["shm", "tcp", "gloo"])
 @pytest.mark.parametrize("limit_s", [math.inf, math.nan, -1, "5"])
 def test_what_is_no_deadline_is_refused(backend, limit_s):
@@ -404,6 +424,30 @@ def test_an_error_is_not_held_up_by_a_call_that_was_started(ranks):
                 return handle.wait().tolist()
 
     assert ranks(rank, 2) == [[2.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_after_an_error_the_others_hear_of_the_end_once_what_was_started_has_ended(ranks, backend):
+    """Nothing was closed then, and they waited for their deadline."""
+    has_left, has_heard = threading.Event(), threading.Event()
+
+    def rank(info):
+        with Coordinator(info, timeout_s=30) as coor:
+            try:
+                with Communicator(coor, backend, timeout_s=5) as comm:
+                    if comm.rank == 0:
+                        comm.start("allreduce", torch.ones(2))
+                        raise KeyError
+                    assert has_left.wait(20)
+                    comm.allreduce(torch.ones(2))
+                    with pytest.raises(PeerLost):
+                        comm.barrier()
+                    has_heard.set()
+            except KeyError:
+                has_left.set()
+                assert has_heard.wait(20)
+
+    ranks(rank, 2)
 
 
 def test_handles_of_a_closed_communicator_are_refused(on_ranks):
