@@ -334,13 +334,11 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
         first isend or irecv is collective: it opens connections. On CUDA messages start together
         when one of them is waited for.
         """
-        self._calls.check_message("isend", tensor, dst, "dst")
-        return self._start_message("send", tensor, dst)
+        return self._start_message("send", tensor, dst, "dst")
 
     def irecv(self, tensor: torch.Tensor, src: int) -> CallHandle:
         """Start to fill tensor with what rank src gives to isend; see there."""
-        self._calls.check_message("irecv", tensor, src, "src")
-        return self._start_message("recv", tensor, src)
+        return self._start_message("recv", tensor, src, "src")
 
     def start(self, call: str, *args: Any, **kwargs: Any) -> CallHandle:
         """Start a collective by its name: start("allreduce", tensor). Collective.
@@ -371,7 +369,11 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
 
     def abort(self) -> None:
         """Make calls of this rank that wait raise, and later ones; from any thread."""
+        if self._pid != os.getpid():  # a forked child has its connections, too
+            return
         self._backend.abort()
+        if self._messages is not None:
+            self._messages.abort()
 
     def close(self) -> None:
         """Free what the backend holds. Not collective; over NCCL every rank closes.
@@ -406,6 +408,8 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._pid != os.getpid():
+            return
         if error is not None:
             self._backend.leave()
         if error is not None and self._background is not None and not self._background.is_idle():
@@ -478,7 +482,8 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
         """An alias of alltoall."""
         return self.alltoall(tensor, out=out)
 
-    def _start_message(self, kind: str, tensor: torch.Tensor, peer: int) -> CallHandle:
+    def _start_message(self, kind: str, tensor: torch.Tensor, peer: int, name: str) -> CallHandle:
+        self._calls.check_message(f"i{kind}", tensor, peer, name)
         self.coor.note_peer(peer)
         with self._opening:
             if self._messages is None:

@@ -39,6 +39,10 @@ class HostMessages:
         self._group.timeout_s = self._backend.timeout_s
         return self._group.start(kind, tensor, peer, 0)
 
+    def abort(self) -> None:
+        """End all with an error, here and later; close() still frees what is open."""
+        self._group.close()
+
 
 class DeviceMessages:
     """Messages on a device, which start together when one of them is waited for."""
@@ -51,6 +55,8 @@ class DeviceMessages:
 
     def close(self, is_aborting: bool = False) -> None:
         """Nothing is open."""
+
+    abort = close  # the communicator's own calls raise
 
 
 Messages = HostMessages | DeviceMessages

@@ -102,7 +102,7 @@ class P2PEngine:
         with self._lock:
             if group.is_closed:
                 me = group.rank_name()
-                raise CommunicatorError(f"{me}: {work} on a group that was destroyed.")
+                raise CommunicatorError(f"{me}: {work} on a group that was destroyed or aborted.")
             self._pending[work] = None
             if work.kind == "recv":
                 self._start_receive(work)
@@ -162,8 +162,8 @@ class P2PEngine:
     def _end_works_of(self, group: P2PGroup) -> None:
         group.is_closed = True
         for work in [work for work in self._pending if work.group is group]:
-            text = f"{group.rank_name()}: the group was destroyed before the end of this {work}."
-            self._end(work, CommunicatorError(text))
+            text = f"the group was aborted or was destroyed before the end of this {work}."
+            self._end(work, CommunicatorError(f"{group.rank_name()}: {text}"))
 
     def _close(self) -> None:
         with self._lock:

@@ -186,6 +186,25 @@ def test_a_call_is_declined_after_those_that_were_started(on_ranks):
     assert on_ranks(body, 2) == [[2.0, 2.0]] * 2
 
 
+def test_abort_ends_messages_that_are_waited_for_and_later_ones(on_ranks):
+    """Over connections of their own they were waited for until the deadline."""
+
+    def body(comm):
+        sent = comm.isend(torch.ones(1), 1 - comm.rank)
+        comm.irecv(torch.zeros(1), 1 - comm.rank).wait()
+        sent.wait()
+        comm.coor.barrier()
+        if comm.rank == 0:
+            waiting = comm.irecv(torch.zeros(2), 1)
+            threading.Timer(0.2, comm.abort).start()
+            with pytest.raises(DrumlineError, match="aborted"):
+                waiting.wait(timeout_s=5)
+            with pytest.raises(DrumlineError, match="aborted"):
+                comm.irecv(torch.zeros(2), 1).wait(timeout_s=5)
+
+    on_ranks(body, 2)
+
+
 @pytest.mark.parametrize("backend", ["shm", "tcp", "gloo"])
 @pytest.mark.parametrize("limit_s", [math.inf, math.nan, -1, "5"])
 def test_what_is_no_deadline_is_refused(backend, limit_s):

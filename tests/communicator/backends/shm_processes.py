@@ -116,6 +116,7 @@ def forks_a_child_that_takes_part(comm):
             learns(comm, lambda: comm.send(torch.ones(1), 1))
         os.write(writer, told[1].encode())
         del shared
+        comm.abort()
         comm.close()
         os._exit(0)
     os.waitpid(child, 0)

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from communicator import Communicator, CommunicatorError
+from communicator.backends.gloo import Gloo
 from communicator.backends.hierarchical import Hierarchical
+from communicator.backends.shm import Shm
 from communicator.backends.tcp import Tcp
 from communicator.interceptors import forks
 from communicator.interceptors.interceptor import CALLS, Interceptor, Order
@@ -85,6 +87,21 @@ def test_a_backend_that_is_not_open_yet_is_refused_in_a_forked_child(kind):
         backend.disown(CommunicatorError("forked"))
         with pytest.raises(CommunicatorError, match="forked"):
             backend.check_open("barrier")
+
+
+class Leaving(Shm):
+    def leave(self):
+        os._exit(9)
+
+
+def test_an_exception_in_a_forked_child_does_not_end_the_communicator_of_its_parent():
+    with Coordinator(LaunchInfo("alone")) as coor, Communicator(coor, Leaving) as comm:
+        child = os.fork()
+        if child == 0:
+            comm.__exit__(SystemExit, SystemExit(), None)
+            os._exit(7)
+        status = os.waitpid(child, 0)[1]
+    assert os.waitstatus_to_exitcode(status) == 7
 
 
 def test_a_communicator_that_cannot_be_given_up_does_not_keep_a_child_from_the_others(monkeypatch):
