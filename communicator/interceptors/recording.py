@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import threading
 import weakref
 from typing import Any
 
@@ -11,7 +13,10 @@ from launcher import Recorder
 
 
 class Trace(Interceptor):
-    """Records every call. owner: the class whose methods name the parameters."""
+    """Records every call. owner: the class whose methods name the parameters.
+
+    Not the call of that name which it may be made of: allgather(dim=), say.
+    """
 
     order, names = Order.TRACE, KINDS
 
@@ -20,7 +25,20 @@ class Trace(Interceptor):
 
     def around(self, name: str, call: Call) -> Call:
         parameters = list(inspect.signature(getattr(self._owner_class, name)).parameters)[1:]
-        return self._recorder.recorded(call, parameters, name, KINDS[name], self._extra_args)
+        record = self._recorder.recorded(call, parameters, name, KINDS[name], self._extra_args)
+        of_thread = threading.local()
+
+        @functools.wraps(call)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            if vars(of_thread):
+                return call(*args, **kwargs)
+            of_thread.is_inside = True
+            try:
+                return record(*args, **kwargs)
+            finally:
+                del of_thread.is_inside
+
+        return recorded
 
 
 class Count(Trace):

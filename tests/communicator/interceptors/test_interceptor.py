@@ -104,6 +104,18 @@ def test_an_exception_in_a_forked_child_does_not_end_the_communicator_of_its_par
     assert os.waitstatus_to_exitcode(status) == 7
 
 
+def test_a_call_that_is_made_of_another_of_its_name_is_counted_once(comm):
+    calls = comm.coor.live_calls
+    calls.watch(comm.coor.info)
+    try:
+        comm.allgather(torch.ones(2), dim=0)
+        comm.reduce_scatter(torch.ones(2), sizes=[2])
+        comm.allgather(torch.ones(2))
+        assert calls.counts() == {"allgather": [2, 16, 0], "reduce_scatter": [1, 8, 0]}
+    finally:
+        calls.unwatch()
+
+
 def test_a_communicator_that_cannot_be_given_up_does_not_keep_a_child_from_the_others(monkeypatch):
     refused = []
 
