@@ -36,6 +36,7 @@ class Gloo(TaggedP2PBackend):
     """
 
     name = "gloo"
+    _gloo: Any = None  # until it is open
 
     @classmethod
     def probe(cls, coor: Coordinator) -> int:
@@ -43,7 +44,6 @@ class Gloo(TaggedP2PBackend):
 
     def open(self) -> None:
         super().open()
-        self._gloo: Any = None
         if self.world_size == 1:
             return
         store = self.coor.store("gloo communicator")

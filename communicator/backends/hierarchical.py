@@ -118,7 +118,8 @@ class Hierarchical(ComparedByMessages):
         self._places = torch.tensor(places)  # of each rank, in rows of nodes
 
     def close(self) -> None:
-        self._resources.close()
+        if self._network is not None:
+            self._resources.close()
 
     def _close_network(self) -> None:
         self._network.is_closed = True

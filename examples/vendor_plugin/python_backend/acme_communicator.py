@@ -23,10 +23,10 @@ class Acme(Backend):
         return 1
 
     def open(self) -> None:
+        self._sockets: dict[int, socket.socket] = {}
         listener = socket.create_server(("127.0.0.1", 0), backlog=self.world_size)
         listener.settimeout(self.timeout_s)
         ports = self.coor.allgather(str(listener.getsockname()[1]).encode())
-        self._sockets: dict[int, socket.socket] = {}
         for peer in range(self.rank):
             connection = socket.create_connection(("127.0.0.1", int(ports[peer])), self.timeout_s)
             connection.sendall(self.rank.to_bytes(4, "little"))

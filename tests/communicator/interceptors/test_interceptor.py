@@ -89,6 +89,13 @@ def test_a_backend_that_is_not_open_yet_is_refused_in_a_forked_child(kind):
             backend.check_open("barrier")
 
 
+@pytest.mark.parametrize("kind", [Gloo, Hierarchical, Shm, Tcp])
+def test_a_backend_whose_options_were_wrong_is_closed_in_silence(kind):
+    """Its AttributeError was printed as one that nobody could catch."""
+    with Coordinator(LaunchInfo("alone")) as coor:
+        kind(coor).close()
+
+
 class Leaving(Shm):
     def leave(self):
         os._exit(9)
