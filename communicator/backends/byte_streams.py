@@ -25,6 +25,11 @@ from coordinator import Coordinator, EncryptedSocket, link_state
 if TYPE_CHECKING:
     from communicator._native import Comm
 
+# Without a ctypes type for each size, which would stay until the garbage collector comes.
+view_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
+READ, WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
 READABLE, WRITABLE = 1, 2  # COMM_STREAM_READABLE, COMM_STREAM_WRITABLE
 DISARM, ARM, WAKE = 0, 1, 2  # COMM_STREAM_DISARM and so on
 # By the sum of those. Where nothing is read, no read finds the end.
@@ -97,7 +102,7 @@ class TcpStreams:
         self._service.register(self._ready, 0)
 
     def stream_write(self, dst: int, prefix: bytes, address: int, nbytes: int, /) -> int:
-        data = memoryview((ctypes.c_char * nbytes).from_address(address)) if nbytes else b""
+        data = view_memory(address, nbytes, READ) if nbytes else b""
         try:
             return self._connections[dst].sendmsg([prefix, data])
         except BlockingIOError:
@@ -107,7 +112,7 @@ class TcpStreams:
             return 0
 
     def stream_read(self, src: int, address: int, nbytes: int, /) -> int:
-        memory = (ctypes.c_char * nbytes).from_address(address)
+        memory = view_memory(address, nbytes, WRITE)
         try:
             count = self._connections[src].recv_into(memory)
         except BlockingIOError:

@@ -1,6 +1,7 @@
 """Streams over connections: what is sent comes, and an end is seen."""
 
 import ctypes
+import gc
 import secrets
 import socket
 import threading
@@ -159,6 +160,21 @@ def test_a_thread_that_aborts_shortens_the_close_of_another(streams):
     streams[0].close(0.2)
     closer.join(5)
     assert not closer.is_alive()
+
+
+def test_transfers_of_many_sizes_leave_nothing_to_the_garbage_collector(streams):
+    """Each size had a type of its own, for ever in a program that has disabled the collector."""
+    memory = ctypes.create_string_buffer(NBYTES)
+    address = ctypes.addressof(memory)
+    gc.collect()
+    gc.disable()
+    try:
+        for nbytes in range(100, 200):
+            assert streams[0].stream_write(1, b"", address, nbytes) == nbytes
+            streams[1].stream_read(0, address, nbytes)
+        assert gc.collect() < 100
+    finally:
+        gc.enable()
 
 
 def test_a_rank_has_no_connection_to_itself_to_be_lost(streams):
