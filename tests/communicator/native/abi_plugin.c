@@ -38,6 +38,10 @@ static comm_result probe(int32_t* score) {
 #ifdef CRASHES
     raise(SIGSEGV);
 #endif
+#ifdef TAKES_TOO_LONG
+    raise(SIGALRM);
+    raise(SIGABRT);
+#endif
 #ifdef REFUSES_SOMETIMES
     static atomic_int calls;
     text = "no such device";

@@ -1,7 +1,10 @@
 """Libraries of another age, another mind, or none: what the binding makes of them."""
 
+import ctypes
 import re
+import signal
 import subprocess
+import threading
 import timeit
 from pathlib import Path
 
@@ -207,6 +210,20 @@ def test_a_dead_child_of_the_probe_leaves_no_zombie(build, alone):
     with pytest.raises(Unsupported):
         Communicator(alone, backend=path)
     assert set(psutil.Process().children()) <= set(before)
+
+
+@pytest.mark.parametrize("how", ["ignored", "blocked"])
+def test_a_probe_that_takes_too_long_is_ended_whatever_this_process_does_with_alarms(build, how):
+    """Its child went on for ever, and this process with it."""
+    plugin = _native.open(build("TAKES_TOO_LONG"))
+    handler = signal.signal(signal.SIGALRM, signal.SIG_IGN if how == "ignored" else signal.SIG_DFL)
+    if how == "blocked":
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    try:
+        assert plugin.try_probe() is None
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+        signal.signal(signal.SIGALRM, handler)
 
 
 def test_memory_of_a_device_is_not_handed_out_as_memory_of_the_cpu(ranks, build):
