@@ -96,9 +96,13 @@ PyObject* comm_set_timeout(PyObject* object, PyObject* timeout_ms) {
     if (PyErr_Occurred()) return nullptr;
     if (!COMM_HAS(self->table, set_timeout))
         return raise_not_offered(site_of(self, "set_timeout"), self->table);
-    std::lock_guard<std::mutex> lock(*self->destroy_mutex);
-    if (self->handle != nullptr)
-        self->table->set_timeout(self->handle, static_cast<int32_t>(milliseconds));
+    PyThreadState* state = PyEval_SaveThread();
+    {
+        std::lock_guard<std::mutex> lock(*self->destroy_mutex);
+        if (self->handle != nullptr)
+            self->table->set_timeout(self->handle, static_cast<int32_t>(milliseconds));
+    }
+    PyEval_RestoreThread(state);
     return new_reference(Py_None);
 }
 

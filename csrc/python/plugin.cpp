@@ -15,8 +15,11 @@ PyObject* plugin_unique_id(PyObject* object, PyObject*) {
     const comm_plugin* table = table_of(object);
     std::string id(table->unique_id_bytes, '\0');
     if (id.empty()) return PyBytes_FromStringAndSize(nullptr, 0);
+    PyThreadState* state = PyEval_SaveThread();
     comm_result code = table->get_unique_id(&id[0]);
-    if (code != COMM_OK) return raise_result(table, code, table->last_error(nullptr));
+    const char* error = code != COMM_OK ? table->last_error(nullptr) : nullptr;
+    PyEval_RestoreThread(state);
+    if (code != COMM_OK) return raise_result(table, code, error);
     return PyBytes_FromStringAndSize(id.data(), static_cast<Py_ssize_t>(id.size()));
 }
 

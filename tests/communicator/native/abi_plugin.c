@@ -2,6 +2,7 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <string.h>
+#include <time.h>
 
 #include "communicator.h"
 
@@ -33,6 +34,28 @@
 static int handle;
 static const char* text = "";
 
+#ifdef WAITS_FOR_A_THREAD
+atomic_int is_called;
+
+void call_from_a_thread(void) { is_called = 1; }
+
+static comm_result wait_for_a_thread(void) {
+    time_t start = time(NULL);
+    while (!is_called && time(NULL) - start < 3) continue;
+    return is_called ? COMM_OK : COMM_TIMEOUT;
+}
+
+static comm_result abort_comm(comm_t comm) {
+    (void)comm;
+    return wait_for_a_thread();
+}
+
+static comm_result set_timeout(comm_t comm, int32_t timeout_ms) {
+    (void)comm, (void)timeout_ms;
+    return COMM_OK;
+}
+#endif
+
 static comm_result probe(int32_t* score) {
     *score = 1;
 #ifdef CRASHES
@@ -53,6 +76,9 @@ static comm_result probe(int32_t* score) {
 /* The id holds every byte there is, so that none is lost or taken for the end of a string. */
 static comm_result get_unique_id(void* id) {
     for (int i = 0; i < ID_BYTES; i++) ((unsigned char*)id)[i] = (unsigned char)(i * 7);
+#ifdef WAITS_FOR_A_THREAD
+    return wait_for_a_thread();
+#endif
     return COMM_OK;
 }
 
@@ -130,6 +156,10 @@ static struct {
             .get_unique_id = get_unique_id,
 #ifdef MEMORY
             .mem_alloc = mem_alloc,
+#endif
+#ifdef WAITS_FOR_A_THREAD
+            .abort = abort_comm,
+            .set_timeout = set_timeout,
 #endif
 #ifdef GARBAGE_BEYOND_ITS_END
             .broadcast = (void*)1,

@@ -226,6 +226,34 @@ def test_a_probe_that_takes_too_long_is_ended_whatever_this_process_does_with_al
         signal.signal(signal.SIGALRM, handler)
 
 
+@pytest.mark.parametrize("entry", ["get_unique_id", "set_timeout"])
+def test_other_threads_run_while_a_library_takes_its_time(build, entry):
+    path = build("WAITS_FOR_A_THREAD", "ID_BYTES=8")
+    plugin, library = _native.open(path), ctypes.CDLL(path)
+    if entry == "get_unique_id":
+        threading.Timer(0.1, library.call_from_a_thread).start()
+        assert len(plugin.unique_id()) == 8
+        return
+    problems = []
+
+    def abort():
+        try:
+            comm.abort()
+        except CommunicatorError as problem:
+            problems.append(problem)
+
+    library.call_from_a_thread()
+    comm = plugin.init(0, 2, Pair(), unique_id=plugin.unique_id())
+    ctypes.c_int.in_dll(library, "is_called").value = 0
+    aborting = threading.Thread(target=abort)
+    aborting.start()
+    threading.Timer(0.3, library.call_from_a_thread).start()
+    threading.Event().wait(0.1)
+    comm.set_timeout(5000)  # waits for the end of abort()
+    aborting.join()
+    assert problems == []
+
+
 def test_memory_of_a_device_is_not_handed_out_as_memory_of_the_cpu(ranks, build):
     path = build("MEMORY", "DEVICE_TYPE=COMM_CUDA")
 
