@@ -236,12 +236,10 @@ class DrumlineBackend : public c10d::Backend {
             [&] { return delegate(title, "barrier", options); });
     }
     WorkBase send(Tensors& tensors, int dst, int tag) override {
-        return delegate_uncounted({OpType::SEND, "drumline:send", tensors}, "send", tensors, dst,
-                                  tag);
+        return message({OpType::SEND, "drumline:send", tensors}, "send", tensors, dst, tag);
     }
     WorkBase recv(Tensors& tensors, int src, int tag) override {
-        return delegate_uncounted({OpType::RECV, "drumline:recv", tensors}, "recv", tensors, src,
-                                  tag);
+        return message({OpType::RECV, "drumline:recv", tensors}, "recv", tensors, src, tag);
     }
     WorkBase recvAnysource(Tensors& tensors, int tag) override {
         return delegate_uncounted({OpType::RECVANYSOURCE, "drumline:recvAnySource", tensors},
@@ -275,17 +273,24 @@ class DrumlineBackend : public c10d::Backend {
         return as_work(group_->attr(method)(arguments...), title);
     }
 
+    WorkBase message(const CallTitle& title, const char* method, const Tensors& tensors, int peer,
+                     int tag) {
+        WorkBase work = delegate_uncounted(title, method, tensors, peer, tag);
+        if (!tensors[0].is_cpu()) is_deferred_.store(true);
+        return work;
+    }
+
     template <class... Arguments>
     void call_python(const char* method, const Arguments&... arguments) {
         py::gil_scoped_acquire gil;
         group_->attr(method)(arguments...);
     }
 
-    // Whatever must be compared, converted or refused first is left to Python.
+    // Whatever must be compared, converted, refused or started first is left to Python.
     template <class MakeCall, class Delegate>
     WorkBase start(const CallTitle& title, bool is_async, Tensors result, MakeCall make_call,
                    Delegate delegate_call) {
-        const NativeCalls* native = native_calls();
+        const NativeCalls* native = is_deferred_.exchange(false) ? nullptr : native_calls();
         Call call = native != nullptr ? make_call(*native) : Call();
         if (!call) return delegate_call();
         ++sequence_number_;
@@ -309,6 +314,7 @@ class DrumlineBackend : public c10d::Backend {
     std::shared_ptr<CallQueue> queue_;
     std::shared_ptr<NativeCalls> shared_native_;  // written with the GIL
     std::atomic<const NativeCalls*> native_{nullptr};
+    std::atomic<bool> is_deferred_{false};  // a message that starts with the next collective
     c10::intrusive_ptr<Options> options_;
     std::atomic<uint64_t> sequence_number_{0};
 };

@@ -104,6 +104,35 @@ def test_what_was_sent_over_connections_comes_although_the_sender_ends(warm, tmp
     assert (done.returncode, done.stdout) == (0, "came"), done.stderr
 
 
+# A message on a device, whose communicator notes when it moves.
+DEFERRED = """
+import contextlib, os, sys, types, torch, torch.distributed as dist
+import communicator.torch_interop.process_group
+from coordinator import torch_private
+rank = int(os.fork() == 0)
+dist.init_process_group("drumline", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
+total, moved = torch.ones(3), []
+dist.all_reduce(total)
+(backend,) = {*torch_private.backends_of(dist.group.WORLD)}
+comms = backend.group._comms
+on_device = types.SimpleNamespace(group=contextlib.nullcontext, send=lambda *_: moved.append(1))
+comms.of = lambda kind, of=comms.of: on_device if kind == "meta" else of(kind)
+comms.check = lambda kind: None
+work = backend.send([torch.ones(3, device="meta")], 1 - rank, 0)
+assert moved == []
+dist.all_reduce(total)
+assert moved == [1] and total.tolist() == [4] * 3
+dist.all_reduce(total)
+os._exit(rank == 0 and os.wait()[1] != 0)
+"""
+
+
+def test_a_message_on_a_device_starts_with_the_next_collective_on_the_cpu(warm, tmp_path):
+    """It was left for later by a collective that passes Python by, and its receiver waited."""
+    done = warm.run("-c", DEFERRED, tmp_path / "store")
+    assert done.returncode == 0, done.stderr
+
+
 # Its queue's thread is in a call, of a tensor with gaps, which goes through Python.
 LEFT = """
 import os, sys, time, torch, torch.distributed as dist, communicator.torch_interop.process_group
