@@ -105,7 +105,7 @@ def _run_deferred(deferred: list[_DeferredP2P]) -> None:
     """Run the messages together, and end each with the result."""
     error: Exception | None = None
     try:
-        tensors = [message.tensor for message in deferred]
+        tensors = [(message.kind, message.tensor) for message in deferred]
         with flattened_all(tensors) as whole, deferred[0].comm.group():
             for message, tensor in zip(deferred, whole, strict=True):
                 message.move(tensor)

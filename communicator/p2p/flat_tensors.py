@@ -6,7 +6,7 @@ with flattened(tensor) as whole:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -41,16 +41,19 @@ def expanded_dims(tensor: torch.Tensor) -> list[int]:
 
 
 @contextmanager
-def flattened_all(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The tensors, each flat in one piece; what is written there ends up in the tensors."""
+def flattened_all(messages: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
+    """Tensors to "send" or "recv", each flat in one piece; what is received ends up in them."""
     with ExitStack() as stack:
-        yield [stack.enter_context(flattened(tensor)) for tensor in tensors]
+        yield [stack.enter_context(flattened(tensor, kind == "recv")) for kind, tensor in messages]
 
 
 @contextmanager
-def flattened(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor, flat in one piece; what is written there ends up in the tensor."""
+def flattened(tensor: torch.Tensor, is_written: bool = True) -> Iterator[torch.Tensor]:
+    """The tensor, flat in one piece; what is written there ends up in the tensor.
+
+    Not is_written: the tensor is left alone. It may be read-only, or kept by autograd.
+    """
     whole = as_flat_input(tensor)
     yield whole.view(-1)
-    if whole.data_ptr() != tensor.data_ptr():
+    if is_written and whole.data_ptr() != tensor.data_ptr():
         write_back(tensor, whole)

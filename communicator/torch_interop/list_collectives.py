@@ -47,9 +47,11 @@ Tensors = Sequence[torch.Tensor]
 
 
 @contextmanager
-def _in_place(comm: Communicator, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _in_place(
+    comm: Communicator, tensor: torch.Tensor, is_written: bool = True
+) -> Iterator[torch.Tensor]:
     """flattened(tensor); an error if it is expanded, and what came is more than one number."""
-    with flattened(tensor) as whole:
+    with flattened(tensor, is_written) as whole:
         yield whole
     if expanded_dims(tensor):
         kept, bits = as_flat_input(tensor).view(-1).view(torch.uint8), whole.view(torch.uint8)
@@ -162,12 +164,12 @@ def _combine(rows: torch.Tensor, op: Any) -> torch.Tensor:
 
 
 def broadcast(comm: Communicator, tensor: torch.Tensor, src: int) -> None:
-    with _in_place(comm, tensor) as whole:
+    with _in_place(comm, tensor, is_written=comm.rank != src) as whole:
         comm.broadcast(whole, src)
 
 
 def reduce(comm: Communicator, tensor: torch.Tensor, dst: int, op: Any) -> None:
-    with _in_place(comm, tensor) as whole:
+    with _in_place(comm, tensor, is_written=comm.rank == dst) as whole:
         if not _is_bitwise(op, tensor.dtype):
             comm.reduce(whole, dst, _op_name(comm, op, tensor.dtype))
             return
@@ -317,14 +319,14 @@ def exchange(
 ) -> None:
     """To and from each other rank at once; None where there is nothing."""
     calls = [
-        (move, tensor, peer)
-        for move, tensors in ((comm.send, sends), (comm.recv, recvs))
+        (kind, tensor, peer)
+        for kind, tensors in (("send", sends), ("recv", recvs))
         for peer, tensor in enumerate(tensors)
         if tensor is not None and peer != comm.rank
     ]
-    with flattened_all([tensor for _, tensor, _ in calls]) as whole, comm.group():
-        for (move, _, peer), tensor in zip(calls, whole, strict=True):
-            move(tensor, peer)
+    with flattened_all([(kind, tensor) for kind, tensor, _ in calls]) as whole, comm.group():
+        for (kind, _, peer), tensor in zip(calls, whole, strict=True):
+            getattr(comm, kind)(tensor, peer)
 
 
 def _op_name(comm: Communicator, op: Any, dtype: torch.dtype) -> str:

@@ -125,3 +125,16 @@ def test_bits_are_reduced_to_one_rank_too(pair):
         return mine.item(), flag.tolist()
 
     assert pair(body) == [(6, [False, True]), (6 ^ 5, [False, True])]
+
+
+def test_what_is_only_sent_is_not_written(pair):
+    """A tensor with gaps was, with its own numbers, which autograd took for a change."""
+
+    def body(comm):
+        mine, came = torch.ones(3, 2).t(), torch.zeros(3, 2).t()
+        list_collectives.exchange(comm, [mine, mine], [came, came])
+        list_collectives.broadcast(comm, came if comm.rank else mine, 0)
+        list_collectives.reduce(comm, came if comm.rank else mine, 1, ReduceOp.SUM)
+        return mine._version, came.flatten().tolist()
+
+    assert pair(body) == [(0, [1.0] * 6), (0, [2.0] * 6)]
