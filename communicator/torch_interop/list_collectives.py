@@ -259,8 +259,16 @@ def _compare_ends(comm: Communicator, call: str, own: torch.Tensor, root: int) -
 
 
 def alltoall(comm: Communicator, outs: Tensors, tensors: Tensors) -> None:
-    """tensors[i] goes to rank i, and outs[i] comes from it; sizes may differ."""
+    """tensors[i] goes to rank i, and outs[i] comes from it; sizes may differ.
+
+    A tensor that may lie in an output goes from a copy.
+    """
     _compare_parts(comm, outs, tensors)
+    written = {out.untyped_storage().data_ptr() for out in outs}
+    tensors = [
+        tensor.detach().clone() if tensor.untyped_storage().data_ptr() in written else tensor
+        for tensor in tensors
+    ]
     write_back(outs[comm.rank], as_flat_input(tensors[comm.rank]))
     exchange(comm, tensors, outs)
 

@@ -138,3 +138,14 @@ def test_what_is_only_sent_is_not_written(pair):
         return mine._version, came.flatten().tolist()
 
     assert pair(body) == [(0, [1.0] * 6), (0, [2.0] * 6)]
+
+
+def test_a_part_may_go_from_where_another_comes_to(pair):
+    """What was still to be sent was overwritten."""
+
+    def body(comm):
+        rows = torch.arange(4.0) + 10 * comm.rank
+        list_collectives.alltoall(comm, [rows[2:], rows[:2]], [rows[:2], rows[2:]])
+        return rows.tolist()
+
+    assert pair(body) == [[10, 11, 0, 1], [12, 13, 2, 3]]
