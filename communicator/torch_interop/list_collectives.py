@@ -352,4 +352,4 @@ def _op_name(comm: Communicator, op: Any, dtype: torch.dtype) -> str:
 
 def _dtype_number(tensor: torch.Tensor) -> int:
     """The number of a dtype, the same on all ranks."""
-    return [info.torch for info in DTYPES].index(tensor.dtype)
+    return [*(info.torch for info in DTYPES), torch.complex32].index(tensor.dtype)

@@ -149,3 +149,12 @@ def test_a_part_may_go_from_where_another_comes_to(pair):
         return rows.tolist()
 
     assert pair(body) == [[10, 11, 0, 1], [12, 13, 2, 3]]
+
+
+def test_complex_numbers_of_half_precision_go_from_each_to_each(pair):
+    def body(comm):
+        parts = list(torch.full((2, 3), comm.rank + 1j).to(torch.complex32))
+        list_collectives.alltoall(comm, outs := [torch.zeros_like(part) for part in parts], parts)
+        return [complex(out[0].to(torch.complex64)) for out in outs]
+
+    assert pair(body) == [[1j, 1 + 1j]] * 2
