@@ -22,7 +22,7 @@ std::shared_ptr<NcclCommunicator> NcclCommunicator::make_child(NcclComm child_co
     child->comm = child_comm;
     child->ordinal = ordinal;
     child->sm_major = sm_major;
-    child->timeout = timeout;
+    child->timeout = timeout.load();
     child->blocking = blocking;
     child->fixed_stream = fixed_stream;
     child->max_ctas = max_ctas;
@@ -55,7 +55,7 @@ void NcclCommunicator::split(int32_t color, int32_t key, comm_t* child) {
 }
 
 bool NcclCommunicator::wait_for_graphs() {
-    auto deadline = Clock::now() + std::min(GRAPH_WAIT, timeout);
+    auto deadline = Clock::now() + std::min(GRAPH_WAIT, timeout.load());
     while (graphs.live() > 0 && Clock::now() < deadline)
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     return graphs.live() == 0;
@@ -90,7 +90,8 @@ void NcclCommunicator::finalize() {
     finalized = true;
     auto self = shared_from_this();
     auto error_of_thread = std::make_shared<std::optional<PluginError>>();
-    bool is_done = run_bounded(Clock::now() + timeout + FINALIZE_MARGIN, [self, error_of_thread] {
+    auto deadline = Clock::now() + timeout.load() + FINALIZE_MARGIN;
+    bool is_done = run_bounded(deadline, [self, error_of_thread] {
         try {
             self->finalize_and_destroy();
         } catch (const PluginError& failure) {

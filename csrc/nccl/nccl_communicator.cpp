@@ -64,7 +64,8 @@ void NcclCommunicator::wait_for_nccl(const char* call, NcclResult code, NcclComm
         if (code != COMM_OK) throw nccl_failure(call, code);
         return;
     }
-    auto deadline = Clock::now() + timeout;
+    auto limit = timeout.load();
+    auto deadline = Clock::now() + limit;
     for (int attempt = 0; code == COMM_OK || code == COMM_IN_PROGRESS; ++attempt) {
         NcclResult state = COMM_OK;
         code = nccl.CommGetAsyncError(reporter, &state);
@@ -75,7 +76,7 @@ void NcclCommunicator::wait_for_nccl(const char* call, NcclResult code, NcclComm
         if (Clock::now() > deadline)
             throw failure(COMM_TIMEOUT,
                           std::string(call) + " did not complete within " +
-                              std::to_string(timeout.count()) +
+                              std::to_string(limit.count()) +
                               " ms: a rank did not make the same call, or cannot be reached. Set "
                               "NCCL_DEBUG=INFO to see more, and NCCL_SOCKET_IFNAME to choose the "
                               "network");

@@ -132,7 +132,7 @@ struct NcclCommunicator : std::enable_shared_from_this<NcclCommunicator> {
     NcclComm comm = nullptr;
     int rank = 0, nranks = 1, ordinal = 0;
     int sm_major = 0;  // 9 of sm_90; 0 if not known
-    std::chrono::milliseconds timeout{0};
+    std::atomic<std::chrono::milliseconds> timeout{std::chrono::milliseconds(0)};
     bool blocking = false;
     NcclStream fixed_stream = nullptr;  // NULL: the caller's
     int max_ctas = INT_MIN;

@@ -22,6 +22,12 @@ comm_result get_unique_id(void* id) {
     return plugin::without_communicator([&] { NcclCommunicator::get_unique_id(id); });
 }
 
+// From any thread, so in the middle of a call.
+comm_result set_timeout(comm_t comm, int32_t timeout_ms) {
+    (*plugin::from_handle<NcclCommunicator>(comm))->timeout = std::chrono::milliseconds(timeout_ms);
+    return COMM_OK;
+}
+
 // The version of the table is ours; that of NCCL is compared by Python, which chooses the library.
 comm_plugin make_nccl_plugin() {
     comm_plugin table = plugin::make_plugin<NcclCommunicator>();
@@ -35,6 +41,7 @@ comm_plugin make_nccl_plugin() {
     table.op_destroy = entry<&NcclCommunicator::op_destroy>;
     table.split = entry<&NcclCommunicator::split>;
     table.finalize = entry<&NcclCommunicator::finalize>;
+    table.set_timeout = set_timeout;
     return table;
 }
 

@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from communicator import Communicator, CommunicatorError, PeerLost, Unsupported, timings
+from communicator import (
+    Communicator,
+    CommunicatorError,
+    CommunicatorTimeout,
+    PeerLost,
+    Unsupported,
+    timings,
+)
 from communicator.backends import nccl
 from communicator.backends.nccl import Nccl
 from coordinator import Coordinator, FailureReason, RankFailure
@@ -95,6 +102,23 @@ def test_if_one_rank_cannot_start_the_others_take_theirs_back(path, ranks):
 
     assert ranks(body, 3) == ["told"] * 3
     assert log_of(path).count("CommAbort") == 3
+
+
+def test_a_call_that_nccl_puts_off_waits_as_long_as_was_set_last(path):
+    """It waited as long as was said when the communicator was made."""
+    library = ctypes.CDLL(path)
+    with (
+        Coordinator() as coor,
+        Communicator._of(Nccl, coor, library=path, timeout_s=3) as comm,
+    ):
+        comm.set_timeout(0.2)
+        library.stand_in_polls(1 << 30)
+        try:
+            with pytest.raises(CommunicatorTimeout, match="did not complete within 200 ms"):
+                comm.split([0])
+        finally:
+            library.stand_in_polls(3)
+            comm.abort()
 
 
 def test_after_abort_every_call_says_why_and_close_is_quiet(path):
