@@ -192,6 +192,28 @@ def test_a_revoked_communicator_is_shrunk_to_the_ranks_that_are_left(flags, tmp_
     assert calls["CommShrink"] == calls["CommFinalize"] == calls["CommDestroy"] == 2
 
 
+def test_a_rank_that_hears_of_a_loss_last_shrinks_with_the_others(path, ranks):
+    """It was refused, and the others waited for it."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, contextlib.ExitStack() as stack:
+            options = {"library": path, "revoke": True}
+            old = stack.enter_context(Communicator._of(Nccl, coor, **options))
+            part = coor.split([0, 2])
+            if part is None:
+                return old.abort()
+            stack.enter_context(part)
+            delay_s = timings.TIMINGS.watchdog_grace_s / 2 if info.rank == 2 else 0
+            threading.Timer(delay_s, lose, (old, 1)).start()
+            new = stack.enter_context(Communicator._of(Nccl, part, shrink_of=old, **options))
+            new.close()
+            with pytest.raises(PeerLost, match="a peer died"):
+                old.close()
+            return new.world_size
+
+    assert ranks(body, 3) == [2, None, 2]
+
+
 def test_a_library_that_cannot_revoke_is_refused_on_every_rank(tmp_path, ranks):
     library = str(nccl_host.compile_stand_in(tmp_path, "NO_REVOKE"))
 
