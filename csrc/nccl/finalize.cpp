@@ -26,6 +26,7 @@ std::shared_ptr<NcclCommunicator> NcclCommunicator::make_child(NcclComm child_co
     child->blocking = blocking;
     child->fixed_stream = fixed_stream;
     child->max_ctas = max_ctas;
+    child->revokes = revokes;
     CurrentDevice current(device, ordinal);
     bool is_usable = nccl.CommCount(child_comm, &child->nranks) == COMM_OK &&
                      nccl.CommUserRank(child_comm, &child->rank) == COMM_OK;

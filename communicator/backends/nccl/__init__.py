@@ -494,4 +494,6 @@ class Nccl(PluginBackend):
             "library": self.library.path,
             "device": self.device,
             "stream": self._stream,
+            "oneshot": bool(self.oneshot and select_algorithm(len(ranks), 16, torch.float32)),
+            "ras": self._ras_address,
         }

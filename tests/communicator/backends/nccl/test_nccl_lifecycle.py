@@ -348,6 +348,17 @@ def test_split_makes_a_child_with_ranks_of_its_own(path):
         assert log_of(path)[1:] == ["CommSplit color=0 key=0", "CommFinalize", "CommDestroy"]
 
 
+def test_a_part_is_revoked_and_asks_ras_as_the_whole_does(path):
+    """It was aborted, and could not be shrunk."""
+    options = {"library": path, "revoke": True, "ras": "localhost:28028"}
+    with Coordinator() as coor, Communicator._of(Nccl, coor, **options) as comm:
+        with comm.split([0]) as part:
+            log_of(path)
+            part.abort()
+            assert log_of(path)[0].startswith("CommRevoke")
+        assert part._backend._ras_address == "localhost:28028"
+
+
 def test_ranks_that_split_into_parts_of_their_own_at_once_are_not_one_part(path, ranks):
     """As tensor groups of an engine: NCCL made one communicator of all ranks with a color."""
 

@@ -37,6 +37,9 @@ class NcclOnCpu(Nccl):
     def device(self):
         return torch.device("cuda", 0) if self.oneshot is None else torch.device("cpu")
 
+    def part_options(self, ranks):
+        return {**super().part_options(ranks), "device": torch.device("cuda", 0)}
+
     def check_tensor(self, call, tensor):
         self.check_open(call)
 
@@ -177,6 +180,22 @@ def test_a_sum_waits_as_long_as_its_communicator_and_no_longer(ranks, opened):
             comm.coor.barrier()
 
     ranks(body, 2)
+
+
+def test_a_part_of_as_many_ranks_as_have_one_shot_sums_has_them(ranks, opened):
+    """Its small sums went by NCCL, unsaid."""
+
+    def body(info):
+        with opened(info) as comm:
+            parts = [comm.split([1, 0]), comm.split([info.rank])]
+            assert [part._backend.oneshot is not None for part in parts] == [True, False]
+            parts[0].allreduce(tensor := torch.ones(8))
+            for part in parts:
+                part.abort()
+                part.close()
+            return tensor.tolist()
+
+    assert ranks(body, 2) == [[2.0] * 8] * 2
 
 
 @pytest.mark.parametrize("end", ["abort", "death"])
