@@ -195,8 +195,8 @@ class Nccl(PluginBackend):
             self._comm.name_rank(self._me)
             self._make_call_checker()
         self._memory = RegisteredMemory(self)
-        self._exit_notice = ExitNotice(self.coor)
         try:
+            self._exit_notice = ExitNotice(self.coor)
             self._connect()
             if oneshot:
                 self.oneshot = Oneshot(self.coor, self.device.index, self.timeout_s)
@@ -340,7 +340,8 @@ class Nccl(PluginBackend):
         """From any thread: calls that wait and later ones raise PeerLost. Bounded in time.
 
         Every rank must abort, for NCCL does not tell the peers. Kernels that wait are ended; while
-        a graph that captured this communicator is alive, NCCL frees its memory only later.
+        a graph that captured this communicator is alive, NCCL frees its memory only later. That of
+        one-shot sums, which peers may still read, is kept until the process ends.
         """
         self.abort_because(PeerLost("abort() was called."), is_known=True)
 

@@ -104,6 +104,18 @@ def test_if_one_rank_cannot_start_the_others_take_theirs_back(path, ranks):
     assert log_of(path).count("CommAbort") == 3
 
 
+def test_a_peer_that_is_lost_before_the_watchdog_starts_leaves_nothing_open(path, monkeypatch):
+    """NCCL's communicator was, with its memory of the device."""
+
+    def fail(coor):
+        raise PeerLost("rank 1 has died.")
+
+    monkeypatch.setattr(nccl, "ExitNotice", fail)
+    with Coordinator() as coor, pytest.raises(PeerLost, match=r"rank 1 has died\."):
+        Communicator._of(Nccl, coor, library=path)
+    assert log_of(path)[1:] == ["CommAbort"]
+
+
 def test_a_call_that_nccl_puts_off_waits_as_long_as_was_set_last(path):
     """It waited as long as was said when the communicator was made."""
     library = ctypes.CDLL(path)
