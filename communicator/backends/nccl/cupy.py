@@ -46,13 +46,13 @@ class Cupy(Backend):
     def open(self) -> None:
         self._captured = False  # then NCCL's own end would wait for the graph, for ever
         self._nccl = _nccl()
-        unique_id = b""
-        if self.rank == 0:
-            unique_id = bytes(part & 0xFF for part in self._nccl.get_unique_id())
-        unique_id = self.coor.broadcast(unique_id or None)
-        signed = tuple(byte - 256 if byte > 127 else byte for byte in unique_id)
+        unique_ids = self.coor.run_on_all_ranks(
+            lambda: self._bounded("make an id", self._nccl.get_unique_id) if self.rank == 0 else (),
+            error_class=WORK_ERRORS,
+        )
         self.coor.run_on_all_ranks(
-            lambda: self._bounded("start", lambda: self._join(signed)), error_class=WORK_ERRORS
+            lambda: self._bounded("start", lambda: self._join(tuple(unique_ids[0]))),
+            error_class=WORK_ERRORS,
         )
 
     def _join(self, unique_id: tuple[int, ...]) -> None:
@@ -94,8 +94,12 @@ class Cupy(Backend):
     def _run(self, call: str, *arguments: Any) -> None:
         self._captured = self._captured or torch.cuda.is_current_stream_capturing()
         stream = torch.cuda.current_stream(self.device).cuda_stream
+        self._check(call, lambda: getattr(self._comm, call)(*arguments, stream))
+
+    def _check(self, call: str, body: Callable[[], Any]) -> None:
+        """Run a body that makes this call of NCCL's."""
         with torch.cuda.device(self.device):
-            result = _result(lambda: getattr(self._comm, call)(*arguments, stream))
+            result = _result(body)
         if isinstance(result, Exception):
             raise CommunicatorError(
                 f"{self._me}: {call} failed in NCCL: {_describe(result)}. Its result is not "
@@ -147,12 +151,14 @@ class Cupy(Backend):
         self._run("recv", tensor.data_ptr(), tensor.nbytes, BYTE, src)
 
     def group(self, calls: list[P2PCall]) -> None:
-        self._nccl.groupStart()
+        self._check("groupStart", self._nccl.groupStart)
         try:
             for kind, tensor, peer in calls:
                 self.send(tensor, peer) if kind == "send" else self.recv(tensor, peer)
-        finally:
-            self._nccl.groupEnd()
+        except BaseException:
+            _result(self._nccl.groupEnd)
+            raise
+        self._check("groupEnd", self._nccl.groupEnd)
 
     def barrier(self) -> None:
         word = torch.zeros(1, device=self.device)

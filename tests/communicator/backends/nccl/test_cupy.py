@@ -129,6 +129,41 @@ def test_a_failure_of_nccl_is_a_communicator_error(stand_in):
             comm.allreduce(torch.ones(3))
 
 
+def test_what_nccl_finds_at_the_end_of_a_group_is_a_communicator_error(stand_in):
+    """It was an error of cupy, which names no rank."""
+
+    def fail():
+        raise KeyError(6)
+
+    with Coordinator() as coor, Communicator._of(Cupy, coor) as comm:
+        resize(comm, 2)
+        stand_in.groupEnd = fail
+        refused = pytest.raises(
+            CommunicatorError, match="rank 0: groupEnd failed in NCCL: KeyError"
+        )
+        with refused, comm.group():
+            comm.send(torch.ones(3), 1)
+
+
+def test_an_id_that_nccl_refuses_is_an_error_on_every_rank(stand_in, ranks):
+    """The others waited for it until their deadline."""
+
+    def fail():
+        raise KeyError(9)
+
+    stand_in.get_unique_id = fail
+
+    def body(info):
+        refused = pytest.raises(
+            CommunicatorError, match="rank 0: NCCL did not make an id: KeyError: 9"
+        )
+        with Coordinator(info, timeout_s=20) as coor, refused:
+            Communicator._of(Cupy, coor)
+        return True
+
+    assert ranks(body, 2) == [True, True]
+
+
 def test_a_start_that_gets_stuck_is_a_timeout(stand_in):
     stand_in.start_takes_s, stand_in.wait = 30, threading.Event()
     late = pytest.raises(CommunicatorError, match=r"NCCL did not start within 0\.2 s")
