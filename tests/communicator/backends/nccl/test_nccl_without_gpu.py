@@ -128,6 +128,14 @@ def test_a_library_that_is_no_nccl_is_named(tmp_path):
         nccl_library.find(str(path))
 
 
+def test_an_object_file_is_named(tmp_path):
+    """It was an error of range(), and the ranks with the right file waited."""
+    (tmp_path / "other.c").write_text("int other(void) { return 1; }")
+    subprocess.run(["gcc", "-c", "-o", tmp_path / "other.o", tmp_path / "other.c"], check=True)
+    with pytest.raises(Unsupported, match="is no 64-bit shared library"):
+        nccl_library.find(str(tmp_path / "other.o"))
+
+
 def test_a_file_that_is_no_library_is_named(tmp_path):
     path = tmp_path / "libnccl.so.2"
     path.write_text("not found (404)\n" * 100)
