@@ -147,7 +147,7 @@ class ReferenceData:
             return sign * torch.where(
                 self._is_special, (noise >> 10) % room + 1, (noise >> 10) % 2 + 1
             )
-        return sign * (noise % max(kind.max // self.world_size, 1))
+        return sign * ((noise >> 10 ^ noise) % max(kind.max // self.world_size, 1))
 
 
 def _noise(world_size: int, numel: int, seed: int) -> torch.Tensor:

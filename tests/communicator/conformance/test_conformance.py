@@ -376,3 +376,14 @@ def test_what_a_backend_refuses_is_unsupported_and_not_wrong(checked):
 def test_sum_of_small_integers_of_many_ranks_is_in_their_range(world_size):
     data = ReferenceData(world_size, 67, torch.int8, "sum")
     assert data.parts.dtype == torch.int8 and int(data.total((67,)).abs().max()) <= 127
+
+
+@pytest.mark.parametrize(
+    ("dtype", "world_size"),
+    [(torch.int8, 3), (torch.int64, 3), (torch.uint8, 7), (torch.int8, 15), (torch.uint8, 31)],
+    ids=str,
+)
+def test_half_of_the_integers_to_be_added_are_odd(dtype, world_size):
+    """None was, or all were 0: a library that loses the lowest bit passed."""
+    parts = ReferenceData(world_size, 67, dtype, "sum").parts
+    assert 0.4 < (parts & 1).double().mean() < 0.6
