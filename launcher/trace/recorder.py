@@ -111,8 +111,7 @@ class Recorder:
         if os.getpid() == self._pid:
             atexit.unregister(self.close)
             with self._lock:
-                self._write()
-                self._file.close()
+                self._write(is_last=True)
 
     def _add_span(self, name: str, kind: str, start: int, end: int, args: dict[str, Any]) -> None:
         thread = threading.get_native_id()
@@ -121,30 +120,31 @@ class Recorder:
     def _add(self, record: dict[str, Any]) -> None:
         with self._lock:
             self._buffered.append(record)
-            if len(self._buffered) < FLUSH_EVENTS:
-                return
-            try:
+            if len(self._buffered) >= FLUSH_EVENTS:
                 self._write()
-            except OSError as error:  # while a call is recorded, which has its own result
-                with contextlib.suppress(OSError):
-                    self._file.close()
-                warnings.warn(
-                    f"{rank_name(self._rank)}: the trace will lack the calls from here on, for its "
-                    f"recording cannot be written: {error}. Free some space.",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
 
-    def _write(self) -> None:
-        """Encode and write what is buffered; many at once, to keep the calls themselves fast."""
+    def _write(self, is_last: bool = False) -> None:
+        """Encode and write what is buffered; many at once, to keep the calls themselves fast.
+
+        Warns and closes the file if that fails: what is recorded has its own result.
+        """
         records, self._buffered = self._buffered, []
         if self._file.closed:
             return
         try:
             self._file.write("".join(json.dumps(record) + "\n" for record in records))
             self._file.flush()
-        except OSError as error:  # which names no file
-            raise OSError(error.errno, error.strerror, self._file.name) from error
+            if is_last:
+                self._file.close()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            warnings.warn(
+                f"{rank_name(self._rank)}: the trace will lack the calls from here on, for its "
+                f"recording cannot be written: {error}: {self._file.name}. Free some space.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def rank_name(rank: int) -> str:

@@ -174,6 +174,16 @@ def test_a_full_disk_ends_the_recording_and_no_call(tmp_path):
         recorder.close()
 
 
+def test_a_full_disk_at_the_end_of_a_recording_is_a_warning(tmp_path):
+    """It was an error of whatever is closed with the recorder, which was left half open."""
+    recorder = tracing.recorder(_info(1, tmp_path))
+    recorder._file.close()
+    with open("/dev/full", "w", buffering=1 << 20) as recorder._file:
+        with pytest.warns(RuntimeWarning, match="^rank 1: .*No space left.*/dev/full"):
+            recorder.close()
+        assert recorder._file.closed
+
+
 def test_what_is_watched_twice_gets_its_own_methods_back(tmp_path):
     """A target that was offered as a viewer began to look kept the methods of the recorder."""
 
