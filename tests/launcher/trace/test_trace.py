@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import select
 import sys
 import threading
 import time
@@ -246,6 +247,18 @@ def test_a_trace_is_written_into_a_pipe_and_does_not_replace_it(tmp_path):
     os.close(reader)
     with pytest.raises(IsADirectoryError):
         merge_traces.write({"traceEvents": []}, tmp_path)
+
+
+def test_a_pipe_is_not_opened_before_the_trace_is_written(tmp_path):
+    """Its reader took that for the end, and the launch waited for another for ever."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    had_writer = select.poll()
+    had_writer.register(reader, select.POLLHUP)
+    with merge_traces.recordings_merged_into(pipe):
+        assert had_writer.poll(0) == []
+    assert json.loads(os.read(reader, 1 << 16))["traceEvents"]
+    os.close(reader)
 
 
 def test_the_traces_of_two_nodes_are_joined_into_one(tmp_path, command):
