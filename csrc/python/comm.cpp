@@ -11,14 +11,15 @@ PyObject* raise_closed(const CallSite& site) {
 
 namespace {
 
-// A text that a method of the Coordinator makes, or nothing: other bootstraps have none.
+// A text that a method of the Coordinator makes, or nothing: other bootstraps have none. Ctrl-C, as
+// all that is no Exception, stays set.
 std::string describe(const Comm* self, const char* method, const char* before = "\n") {
-    if (self->bootstrap == nullptr) return "";
+    if (self->bootstrap == nullptr || PyErr_Occurred()) return "";
     PyObject* answer = PyObject_CallMethod(self->bootstrap, method, nullptr);
     const char* text = answer != nullptr ? PyUnicode_AsUTF8AndSize(answer, nullptr) : nullptr;
     std::string paragraph = text != nullptr && text[0] != '\0' ? std::string(before) + text : "";
     Py_XDECREF(answer);
-    PyErr_Clear();
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();
     return paragraph;
 }
 
@@ -28,7 +29,7 @@ void raise_call_error(const Comm* self, comm_result code, std::string text) {
     text = describe(self, "describe_numbering", "") + text;
     if (code == COMM_TIMEOUT) text += describe(self, "describe_late");
     if (code == COMM_REMOTE_ERROR) text += describe(self, "describe_failure");
-    raise_result(self->table, code, text.c_str());
+    if (!PyErr_Occurred()) raise_result(self->table, code, text.c_str());
 }
 
 PyObject* raise_not_offered(const CallSite& site, const comm_plugin* table) {

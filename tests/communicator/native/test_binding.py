@@ -278,6 +278,23 @@ def test_abort_ends_a_call_that_waits_and_tells_the_peer(pair):
     assert pair(body) == [True, True]
 
 
+def test_ctrl_c_while_an_error_is_described_is_raised_in_its_place(pair):
+    """It was lost, so that a program that takes a timeout for a reason to go on could not end."""
+
+    def body(comm):
+        def interrupted():
+            raise KeyboardInterrupt
+
+        if comm.rank == 0:
+            comm.set_timeout(0.1)
+            comm.coor.describe_late = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                comm.recv(torch.zeros(1), 1)
+        comm.coor.barrier()
+
+    assert pair(body) == [None, None]
+
+
 def test_a_peer_that_closes_is_noticed_at_once(pair):
     def body(comm):
         comm.barrier()
