@@ -113,8 +113,7 @@ def may_be_chunked(inputs: Mapping[str, Any], past: int, size: int) -> bool:
     mask, keep = inputs.get("attention_mask"), inputs.get("logits_to_keep") or 0
     is_flat = mask is None or (mask.dim() == 2 and mask.shape[1] == past + tokens)
     is_short = not keep or 0 < keep <= (tokens - 1) % size + 1
-    is_usual = not inputs.get("output_hidden_states") and inputs.get("return_dict") is not False
-    return is_flat and is_short and is_usual
+    return is_flat and is_short and inputs.get("return_dict") is not False
 
 
 def keeps_no_state(config: Any) -> bool:

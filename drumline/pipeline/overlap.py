@@ -33,7 +33,7 @@ from drumline.kv_cache.merge_caches import can_be_merged
 from drumline.kv_cache.proxy import CacheProxy, merge_proxies
 from drumline.pipeline import microbatch
 from drumline.pipeline.driver import PipelineDriver
-from drumline.pipeline.pass_hooks import PassChecks
+from drumline.pipeline.pass_hooks import PassChecks, is_requested
 from drumline.pipeline.remote_layer import RemoteModule, is_autocast_enabled
 from drumline.pipeline.unsupported import RemoteLayerError
 
@@ -135,6 +135,8 @@ class MicrobatchMixin:
         if not 0 < size < tokens or torch.is_grad_enabled():
             return []
         if cache is None or not is_plain(cache):
+            return []
+        if is_requested("output_hidden_states", self, inputs):  # which are those of all tokens
             return []
         if not (self._may_be_split and self._is_causal(cache)) or self._last_layer is None:
             return []

@@ -128,7 +128,7 @@ class PassChecks:
                 )
 
 
-def is_requested(name: str, module: nn.Module, kwargs: Any) -> bool:
+def is_requested(name: str, module: Any, kwargs: Any) -> bool:
     """True if a pass of a model is asked for an output, by an argument or its config."""
     setting = kwargs.get(name)
     config = getattr(module, "config", None)

@@ -457,6 +457,25 @@ def test_a_prompt_whose_tokens_see_more_than_a_cache_says_stays_whole(
     assert not groups
 
 
+def test_hidden_states_that_the_config_asks_for_are_those_of_all_tokens(
+    checkpoints, on_master, small, groups
+):
+    """Those of the last span came alone, where the logits of only its last token were kept."""
+    ids = torch.arange(3, 34)[None]
+
+    @torch.no_grad()
+    def work(model):
+        cache = DynamicCache(config=model.config)
+        model.config.output_hidden_states = True
+        output = model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+        model.config.output_hidden_states = False
+        return [state.shape for state in output.hidden_states]
+
+    plain, path = checkpoints.llama()
+    assert on_master(path, 2, work) == work(plain)
+    assert not groups
+
+
 class OwnLlama(LlamaForCausalLM):
     """Whatever it does in its forward, nobody has looked at it."""
 
