@@ -101,7 +101,8 @@ class PipelineDriver:
                     # Messages have no numbers: the ring keeps their order, so the n-th reply is for
                     # the n-th call in this queue. It grows under the lock that orders the sends.
                     self._pending.append(pending)
-                    runner = self.microbatches.release_turn(calls.runs[-1].layers[-1])
+                    layers = (layer for run in calls.runs for layer in run.layers)
+                    runner = self.microbatches.release_turn(layers)
                     pending.reply = self._failing_all_threads(lambda: self.ring.send(message))
                 except BaseException:
                     self._is_desynchronised = True  # it may not have been sent whole

@@ -48,13 +48,15 @@ class MicrobatchRunner:
                 self.acquire_turn(own_turn)
         return [runner.future.result() for runner in runners]
 
-    def release_turn(self, sends: Any = None) -> MicrobatchThread | None:
+    def release_turn(self, sends: Iterable[Any] = ()) -> MicrobatchThread | None:
         """Give the turn away before waiting, if this thread is one of those that take turns.
 
-        sends: the last layer that is called by what it waits for.
+        sends: the layers that are called by what it waits for.
         """
         runner: MicrobatchThread | None = getattr(self._current_thread, "runner", None)
-        if runner is None or runner.until not in (None, sends):
+        if runner is None:
+            return None
+        if not runner.has_left.is_set() and runner.until not in (None, *sends):
             return None
         self.turn.release()
         runner.has_left.set()
@@ -94,8 +96,8 @@ class MicrobatchThread(threading.Thread):
 
     def run(self) -> None:
         self.microbatches._current_thread.runner = self
-        self.microbatches.turn.acquire()
         try:
+            self.microbatches.acquire_turn(self)
             self.begin()
         except BaseException as error:
             self.future.set_exception(error)

@@ -28,7 +28,7 @@ from drumline.contact.caches import cache_key, cache_of, with_cache, without_cac
 from drumline.contact.generate_options import keeps_rows_apart, unread_options
 from drumline.contact.passes import BY_ROW, join_chunks, join_rows, undivided_inputs
 from drumline.pipeline import microbatch
-from drumline.pipeline.microbatch_runner import MicrobatchRunner
+from drumline.pipeline.microbatch_runner import Cancelled, MicrobatchRunner, MicrobatchThread
 from drumline.stages.stage import Stage
 from tests.cases import soak
 from tests.communicator.backends.nccl import cuda_on_cpu
@@ -398,6 +398,26 @@ def test_a_long_prompt_in_chunks_gives_the_same_tokens(
     assert found[2] >= (nprocs > 2)  # the master's own layers are not counted
 
 
+def test_chunks_overlap_where_the_norm_and_the_head_are_on_the_last_rank(
+    checkpoints, on_master, monkeypatch
+):
+    """Each waited for the answer of the one before, as the norm was the last that it called."""
+    spans, ids = Spans(monkeypatch), torch.arange(3, 44)[None]
+    last = dict.fromkeys(("model.layers.4", "model.layers.5", "model.norm", "lm_head"), 2)
+    device_map = {"": 0, "model.layers.2": 1, "model.layers.3": 1, **last}
+
+    def work(model):
+        for model.prefill_chunk in (0, 8, 8):  # first it learns what layers return
+            spans.overlaps()
+            tokens = model.generate(ids, max_new_tokens=2, do_sample=False).tolist()
+        return tokens, spans.overlaps()
+
+    plain, path = checkpoints.llama()
+    tokens, overlaps = on_master(path, 3, work, device_map=device_map)
+    assert tokens == plain.generate(ids, max_new_tokens=2, do_sample=False).tolist()
+    assert overlaps >= 3
+
+
 WINDOWS = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -523,6 +543,16 @@ def test_the_groups_of_a_batch_use_the_stream_of_the_thread_that_wants_them(monk
     with cuda.stream(own):
         streams = MicrobatchRunner().map(lambda item: torch.cuda.current_stream(), range(2))
     assert streams == [own, own]
+
+
+def test_a_group_that_is_dropped_before_its_turn_does_not_begin():
+    microbatches, begun = MicrobatchRunner(), []
+    thread = MicrobatchThread(microbatches, begun.append, 1, None)
+    with microbatches.turn:
+        thread.start()
+        thread.is_cancelled = True
+    thread.join(20)
+    assert isinstance(thread.future.exception(), Cancelled) and not begun
 
 
 def test_chunks_are_not_made_where_layers_come_back_to_the_master(checkpoints, on_master, groups):
