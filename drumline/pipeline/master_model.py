@@ -45,7 +45,7 @@ class DistributedModel(MicrobatchMixin, PagedGenerationMixin, UnsupportedMixin):
 
     def close(self, exit_code: int = 0) -> None:
         """Release the other ranks, which end with exit_code. Harmless when done twice."""
-        if exit_code and self._driver is not None:
+        if self._driver is not None:
             self._driver.leave(exit_code)
         self._leave()
 

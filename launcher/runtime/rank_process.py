@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -241,6 +242,10 @@ def _below_launcher(frames: TracebackType | None) -> TracebackType | None:
 def _forget_exit_handlers() -> None:
     """Drop the exit handlers of the program, as multiprocessing does in a forked child."""
     atexit._clear()
+    for finalizer in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    vars(sys).pop("last_value", None)  # by which handlers know that an error ends the process
     util = sys.modules.get("multiprocessing.util")
     if util is not None:
         util._finalizer_registry.clear()

@@ -598,6 +598,14 @@ def test_gradients_of_an_input_are_refused_where_all_layers_are_on_other_ranks(
     on_master(checkpoints.llama()[1], 2, work, device_map=places)
 
 
+def test_an_error_from_before_is_none_of_a_model_that_is_closed(
+    checkpoints, on_master, monkeypatch
+):
+    """At a prompt it stays: the other ranks ended with an error of their own."""
+    monkeypatch.setattr(sys, "last_value", ValueError("from before"), raising=False)
+    assert on_master(checkpoints.llama()[1], 2, lambda model: model.device_map.ranks) == [0, 1]
+
+
 def test_a_closed_model_says_so(checkpoints, on_master):
     def work(model):
         model.close()

@@ -193,6 +193,27 @@ launcher.launch(lambda: None, 2)
     assert run_program(tmp_path, text).stdout == "bye from True\n"
 
 
+def test_finalizers_of_a_rank_run_at_its_end_and_those_of_the_program_do_not(tmp_path):
+    """None ran, so that a model in a global of rank 0 did not release the other ranks."""
+    text = """
+import weakref
+weakref.finalize(run := lambda: bool(weakref.finalize(run, print, "rank")), print, "program")
+launcher.launch(run, 2)
+"""
+    lines = run_program(tmp_path, text).stdout.splitlines()
+    assert sorted(lines[:-1]) == ["[0] rank", "[1] rank"] and lines[-1] == "program"
+
+
+def test_an_error_that_the_program_has_shown_is_none_of_its_ranks(tmp_path):
+    """At a prompt it stays, and by it a rank knows at its end that it has failed."""
+    text = """
+import sys
+sys.last_value = ValueError()
+print(launcher.launch(lambda: hasattr(sys, "last_value"), 2))
+"""
+    assert run_program(tmp_path, text).stdout == "[False, False]\n"
+
+
 def test_a_launch_loads_only_the_standard_library_and_little_of_that():
     code = "import sys, launcher.cli, launcher.local.launch_local; print(*sys.modules)"
     loaded = subprocess.run(
