@@ -89,27 +89,33 @@ def distribute(
     for name in stage.prefetcher.away if stage.prefetcher is not None else ():
         unsupported.make_weights_read_only(model.get_submodule(name), name)
     if driver is not None:
-        warn_if_off()
         if remote is None:
             remote = {name: rank for name, (rank, _) in device_map.places.items() if rank != 0}
-        unrecorded: UnrecordedOutputs = []
-        numbers = itertools.count(1)
-
-        def scale(*scaling: Any) -> None:
-            driver.record("scale_weight", next(numbers), *scaling)
-
-        tied = {
-            name for pair in getattr(model, "all_tied_weights_keys", {}).items() for name in pair
-        }
-        kinds = kinds_of({name: model.get_submodule(name) for name in remote})
-        for name, rank in remote.items():
-            module = model.get_submodule(name)
-            module.forward = RemoteModule(driver, name, module, rank, kinds[name])
-            unsupported.make_read_only(module, name, rank, unrecorded, scale, tied)
-        unsupported.show_device(model, model._first_device)
-        install_hooks(model, remote, driver.context, unrecorded)
-        message_trace.trace_driver(model, driver)
+        try:
+            warn_if_off()
+            _connect(model, driver, remote)
+        except BaseException as error:  # of which the other ranks, which serve by now, hear so
+            model.close(exit_code(error))
+            raise
     return model
+
+
+def _connect(model: Any, driver: PipelineDriver, remote: Mapping[str, int]) -> None:
+    unrecorded: UnrecordedOutputs = []
+    numbers = itertools.count(1)
+
+    def scale(*scaling: Any) -> None:
+        driver.record("scale_weight", next(numbers), *scaling)
+
+    tied = {name for pair in getattr(model, "all_tied_weights_keys", {}).items() for name in pair}
+    kinds = kinds_of({name: model.get_submodule(name) for name in remote})
+    for name, rank in remote.items():
+        module = model.get_submodule(name)
+        module.forward = RemoteModule(driver, name, module, rank, kinds[name])
+        unsupported.make_read_only(module, name, rank, unrecorded, scale, tied)
+    unsupported.show_device(model, model._first_device)
+    install_hooks(model, remote, driver.context, unrecorded)
+    message_trace.trace_driver(model, driver)
 
 
 def _leave(driver: PipelineDriver | None) -> None:

@@ -26,6 +26,7 @@ from coordinator import Coordinator
 from drumline.checkpoint import plan_executor
 from drumline.errors import describe_with_traceback
 from drumline.kv_cache import owner
+from drumline.pipeline import master_model
 from drumline.stages.stage import Stage
 from drumline.strategies import pipeline_parallel
 from tests.cases import soak
@@ -206,6 +207,27 @@ def test_a_coordinator_that_is_closed_closes_the_model_before(checkpoints, ranks
         return True
 
     assert ranks(quiet(rank), 2)[0]
+
+
+def test_ranks_that_serve_hear_of_an_error_with_which_the_master_ends_its_load(
+    checkpoints, ranks_or_errors, monkeypatch
+):
+    """They served a model that there was not, and a Coordinator that was closed waited for them."""
+
+    def warn():
+        raise UserWarning("an error here")
+
+    monkeypatch.setattr(master_model, "warn_if_off", warn)
+    _, path = checkpoints.llama()
+
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            with contextlib.suppress(UserWarning):
+                drumline.load(path, coor=coor, max_memory=[1 << 30] * 2)
+            return "goes on"
+
+    first, second = ranks_or_errors(rank, 2)
+    assert first == "goes on" and isinstance(second, drumline.WorkerExit) and second.code == 1
 
 
 def quiet(rank):
