@@ -18,7 +18,7 @@ import torch
 import launcher
 from coordinator import Coordinator
 from drumline.contact import accelerate_api
-from drumline.core.device_map import DeviceMap, Place
+from drumline.core.device_map import DeviceMap, Place, place_of
 from drumline.planner.memory import cluster_memory, limit_memory
 from drumline.planner.model_profile import profile_model
 from drumline.planner.plan import plan
@@ -96,9 +96,9 @@ def _has_places(keyed: Any) -> bool:
 
 
 def _as_free_nbytes(max_memory: Mapping[Any, Any]) -> dict[Place, int]:
-    """The sizes in bytes and in order; a rank alone stands for its CPU."""
-    named = [key[0] if isinstance(key, tuple) else key for key in max_memory]
-    return limit_memory({(rank, "cpu"): 0 for rank in named}, max_memory)
+    """The sizes in bytes and in order; a rank alone stands for its CPU, a device for rank 0's."""
+    ranks = [place_of(key, (), "max_memory")[0] for key in max_memory]
+    return limit_memory({(rank, "cpu"): 0 for rank in ranks}, max_memory)
 
 
 @_with_accelerate_signature

@@ -107,6 +107,11 @@ def test_sizes_by_place_are_read_and_a_rank_alone_is_its_cpu():
     assert list(found.items()) == [((0, "cpu"), 3), ((0, "disk"), 1024), ((1, "cpu"), 2000)]
 
 
+def test_a_device_beside_places_is_one_of_rank_0():
+    sizes = {(0, "cpu"): 3, (1, "cpu"): 4}
+    assert drumline.get_max_memory({(1, "cpu"): 4, "cpu": 3}) == sizes
+
+
 def test_options_as_they_are_if_not_given_are_as_good_as_not_given():
     model, max_memory = nn.Linear(2, 2), {(0, "cpu"): 900, 1: 900}
     plain = {"no_split_module_classes": None, "clean_result": True, "verbose": False}
