@@ -158,15 +158,14 @@ class TpDriverRing:
     def send(self, message: Message) -> Message | None:
         """Run the first stage and pass the message on. Returns the reply, if no other group has
         anything to do with it."""
-        self.group.monitor.is_waiting = True
-        # The group has the message before its leader runs it: in the layers' collectives the leader
-        # waits for all others.
-        self.group.broadcast(message)
         is_call = message.kind is MessageKind.CALL
-        reply = self.stage._reply(message) if is_call else message
+        with self.group.monitor.in_wait():
+            # The group has the message before its leader runs it: in the layers' collectives the
+            # leader waits for all others.
+            self.group.broadcast(message)
+            reply = self.stage._reply(message) if is_call else message
         if self.leaders is not None and not (is_call and self._ends_here(message)):
             return self.leaders.send(reply)
-        self.group.monitor.is_waiting = False
         return reply
 
     def _ends_here(self, message: Message) -> bool:

@@ -251,6 +251,27 @@ def test_every_rank_of_a_tp_group_names_the_rank_that_failed_alone(
     assert errors[0].rank == 1 and "its part of model.layers.0" in str(errors[0])
 
 
+def test_a_rank_waits_until_the_last_of_its_waits_has_ended(ranks):
+    """The end of one in another thread hid the rest, and a host that was gone was not noticed."""
+
+    def rank(info):
+        with Coordinator(info) as coor:
+            monitor = GroupMonitor(coor, [], {0: "all"})
+            after_one = monitor.waiting(lambda: [monitor.waiting(int), monitor._is_waiting()])
+            return after_one[1], monitor._is_waiting()
+
+    assert ranks(rank, 1) == [(True, False)]
+
+
+def test_a_call_that_ends_in_the_first_stage_ends_no_wait_of_another_thread(family, monkeypatch):
+    def work(model):
+        monitor = model._driver.ring.group.monitor
+        embeddings = model.get_input_embeddings()
+        return monitor.waiting(lambda: [embeddings(IDS)[0, 0, 0].item(), monitor._is_waiting()])[1]
+
+    assert on_master(family("llama")[1], 4, work, mesh={"pp": 2, "tp": 2}) is True
+
+
 def test_sampling_beams_and_several_turns_go_through_the_tp_groups(family):
     plain, path = family("llama")
 
