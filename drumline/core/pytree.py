@@ -62,6 +62,8 @@ def flatten(value: Any, leaves: Leaves, handle: Callable[[Cache], int]) -> TreeS
     if value is None or isinstance(value, (bool, str)):
         return ("value", value)
     if isinstance(value, int):
+        if value.bit_length() > 63:  # a message has 64 bits for each
+            return ("value", value)
         leaves.ints.append(value)
         return ("int",)
     if isinstance(value, float):

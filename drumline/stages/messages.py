@@ -22,7 +22,7 @@ import torch
 from communicator import DTYPES
 from drumline.stages.device_link import DeviceLink
 
-HEADER = struct.Struct("<QBBHHIII")
+HEADER = struct.Struct("<QBBIIIII")
 ALIGNMENT = 16
 MIN_FRAME_NBYTES, MAX_FRAME_NBYTES, FRAME_STEP_NBYTES = 1024, 1 << 16, 256
 MAX_KEPT_NBYTES = 1 << 20  # of memory to pack a message in, and for one that is predicted

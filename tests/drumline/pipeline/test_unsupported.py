@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import math
 import pickle
 from abc import ABC
@@ -415,6 +416,13 @@ def test_a_member_of_an_enum_that_only_the_script_has_arrives_as_its_number_or_t
     assert {type(arrived(member)) for member in (Kind.DOUBLE, Name.DOUBLE)} == {int, str}
     with pytest.raises(DrumlineError, match="OfTheScript"):
         arrived(Flags.ONE)
+
+
+def test_a_number_of_any_size_arrives():
+    numbers, leaves = [2**63, 2**63 - 1, -(2**63), 2**100, 7], Leaves()
+    spec = json.loads(json.dumps(flatten(numbers, leaves, lambda cache: 0)))
+    assert leaves.ints == [2**63 - 1, 7]
+    assert unflatten(spec, Unflattener(iter(leaves.ints), [], {})) == numbers
 
 
 def test_a_number_that_is_another_one_in_each_call_makes_no_new_program():

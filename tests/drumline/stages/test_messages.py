@@ -115,6 +115,14 @@ def test_what_a_token_adds_to_its_tensors_is_less_than_a_hundred_bytes():
     assert HEADER.size + described + 4 * len(message.ints) < 100
 
 
+def test_a_message_may_have_any_number_of_integers_and_tensors():
+    _, sender, receiver = link()
+    ints, tensors = list(range(1 << 16)), [torch.full((1, 1, 1), float(n)) for n in range(5000)]
+    sender.send(Message(MessageKind.CALL, ints=ints, tensors=tensors))
+    received = receiver.receive()
+    assert received.ints == ints and torch.equal(torch.cat(received.tensors), torch.cat(tensors))
+
+
 def test_a_long_prompt_does_not_make_the_following_frames_long():
     """Over a link of 200 Mbit/s a first token as long as a prompt of 1 MiB took 84 ms more; and
     one of 64 KiB, which TCP sends in parts after a pause, two delays of the link more."""
