@@ -111,7 +111,9 @@ class WeightPrefetcher:
     def _start(self, name: str) -> Future[Tensors]:
         if name not in self.fetches:
             for unused in list(self.fetches):  # a call out of order: two at a time is enough
-                self._recycle(self.fetches.pop(unused).result().values())
+                fetch = self.fetches.pop(unused)
+                if fetch.exception() is None:  # else it is of no concern to this call
+                    self._recycle(fetch.result().values())
         return self.thread.submit(self._fetch, name)
 
     def _fetch(self, name: str) -> Tensors:

@@ -294,3 +294,16 @@ def test_an_error_while_a_layer_is_fetched_is_raised_where_it_is_needed():
         pass
     with pytest.raises(OSError, match="disk is gone"), prefetcher.loaded("1"):
         pass
+
+
+def test_an_error_while_a_layer_is_fetched_is_none_of_the_call_of_another_one():
+    _, prefetcher, _ = stack([])
+
+    def fail(allocate, device):
+        raise OSError("the disk is gone")
+
+    prefetcher.away["1"].fetch = fail
+    for name in ("0", "2"):
+        with prefetcher.loaded(name):
+            pass
+    assert list(prefetcher.fetches) == ["3"]
