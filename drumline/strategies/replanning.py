@@ -36,6 +36,8 @@ from drumline.timings import TIMINGS
 log = logging.getLogger("drumline")
 
 BY_MEMORY = ("auto", "balanced", "sequential")
+SETTINGS = {"generation_config", "micro_batches", "prefill_chunk"}
+"""Of a model, which are those of the script."""
 REPEAT = "The next call loads the model anew over the ranks that are left: repeat this one."
 
 
@@ -169,7 +171,7 @@ class Replanner:
     def _load_again(self, model: Any) -> None:
         if self._end is not None:
             raise copy.copy(self._end)
-        settings = getattr(model, "generation_config", None)
+        settings = {name: vars(model)[name] for name in SETTINGS & vars(model).keys()}
         model._leave.detach()
         for module in model.modules():  # their memory is needed for the new ones
             for table in torch_private.own_tables(module):
@@ -177,7 +179,7 @@ class Replanner:
         lost = model._driver.lost
         traceback.clear_frames(lost.__traceback__)  # they hold weights and caches
         self.load(model, lost)
-        model.generation_config = settings
+        vars(model).update(settings)
 
 
 class ReplanningMixin:

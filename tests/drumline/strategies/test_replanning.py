@@ -17,6 +17,7 @@ from coordinator import Coordinator, FailureReason
 from drumline.errors import DrumlineError, PeerLost, PlanError
 from drumline.pipeline.microbatch_runner import MicrobatchRunner
 from drumline.strategies import replanning
+from drumline.strategies.pipeline_parallel import _become
 from drumline.strategies.replanning import Replanner, memory_of
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "outlive_a_rank.py"
@@ -222,6 +223,17 @@ def test_a_load_that_was_interrupted_is_an_error_of_each_later_call(monkeypatch,
         with pytest.raises(PlanError if kind is PlanError else DrumlineError, match="planted"):
             replanner._load_again(None)
     assert replanner._end.__traceback__ is None
+
+
+def test_what_the_script_has_set_holds_for_the_model_that_is_loaded_anew(monkeypatch):
+    replanner, model, settings = replanner_with(None), torch.nn.Module(), {"micro_batches": False}
+    model._leave = types.SimpleNamespace(detach=lambda: None)
+    model._driver = types.SimpleNamespace(lost=PeerLost("rank 0 lost rank 1"))
+    monkeypatch.setattr(replanner, "load", lambda model, lost: _become(model, torch.nn.Module()))
+    settings |= {"prefill_chunk": 0, "generation_config": object()}
+    vars(model).update(settings)
+    replanner._load_again(model)
+    assert vars(model) == vars(torch.nn.Module()) | settings
 
 
 CUT_OFF = """
