@@ -12,7 +12,6 @@ namespace tcp {
 namespace {
 
 constexpr size_t header_nbytes = 12;
-constexpr size_t longest_text = 4096;
 constexpr size_t buffer_nbytes = 64 << 10;   // bytes that have arrived before they are asked for
 constexpr uint64_t direct_nbytes = 8 << 10;  // data from this size on is read to its place at once
 

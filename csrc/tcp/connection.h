@@ -26,6 +26,7 @@ struct Ended {
     std::string text;
 };
 
+constexpr size_t longest_text = 4096;               // bytes: a receiver refuses a longer one
 constexpr uint64_t first_notice = UINT64_MAX - 15;  // sizes from this on are notices
 
 // One message on its way. It is received into `data` only if it is what is expected.

@@ -208,6 +208,7 @@ Engine::Engine(const std::vector<int>& fds, const std::vector<std::string>& keys
 }
 
 bool Engine::run(Call& call, const Look& look, Mismatch* mismatch) {
+    for (std::string_view& text : call.texts) text = text.substr(0, longest_text);
     call.buffers.push_back(scratch(call.scratch_nbytes));
     bool is_done = false;
     try {

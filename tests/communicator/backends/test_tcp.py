@@ -188,6 +188,19 @@ def test_mismatched_calls_raise_after_the_first_calls_too(ranks, numel, theirs):
     ranks(body, 3)
 
 
+@pytest.mark.parametrize("num_parts", [500, 8000])
+def test_a_call_of_many_unequal_parts_is_named_in_messages(ranks, num_parts):
+    """Receivers refuse a text of more than 4096 bytes, and so the call of a few hundred ranks."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Communicator(coor, "tcp") as comm:
+            comm._backend.name_call(f"allgather of float32 in parts of {[12345678] * num_parts}")
+            comm._backend.barrier()
+            return comm.allreduce(torch.ones(1)).item()
+
+    assert ranks(body, 2) == [2.0, 2.0]
+
+
 def test_a_mismatch_raises_on_a_rank_with_an_empty_tensor_too(ranks):
     """It returned at once, and the others lost it."""
 
