@@ -134,8 +134,9 @@ bool Run::progress() {
     for (size_t i = 0; i < active_.size();) {
         TcpMessage& transfer = *active_[i];
         if (!transfer.must_wait) {
+            uint64_t done = transfer.done;
             advance(transfer);
-            has_moved |= !transfer.must_wait;
+            has_moved |= !transfer.must_wait || transfer.done > done;
         }
         if (!transfer.is_finished) {
             ++i;

@@ -2,6 +2,8 @@
 
 import gc
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -20,6 +22,7 @@ from communicator import (
     conformance,
     timings,
 )
+from communicator.backends._tcp import Engine
 from communicator.backends.byte_streams import SILENT_S
 from communicator.backends.tcp import ConnectionLost
 from communicator.calls.dtypes import DTYPES, OPS
@@ -292,6 +295,26 @@ def test_deadline_passes_although_a_signal_comes_often():
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         peer.join()
+
+
+def test_a_peer_whose_bytes_come_is_not_idle_although_a_signal_comes_often():
+    """Only a message that was whole counted, so that a long one ended at its deadline."""
+    nbytes, idle = 60, []
+    here, there = socket.socketpair()
+    engine = Engine(0, [-1, here.detach()], [b"", b""], 0.5)
+    text = f"({nbytes},) uint8".encode()
+    there.sendall(struct.pack("<QI", nbytes, len(text)) + text)
+    before = signal.signal(signal.SIGALRM, lambda *_: there.send(b"\7"))
+    tensor = torch.zeros(nbytes, dtype=torch.uint8)
+    signal.setitimer(signal.ITIMER_REAL, 0.03, 0.03)
+    try:
+        engine.recv(tensor, 1, lambda peers, _: idle.append(peers))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        engine.close()
+        there.close()
+    assert idle == [] and tensor.eq(7).all()
 
 
 @pytest.mark.soak
