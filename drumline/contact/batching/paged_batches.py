@@ -218,6 +218,7 @@ class PagedManager(Manager):  # type: ignore[misc]
         self._choose, self._tokens_beside = choose, tokens_beside
         self.names_in_step: list[str] = []
         self.tables: Any = None
+        self._keeps_pages = True  # until stop() says otherwise
         try:
             super().__init__(model=model, workload_hints=hints, **options)
         except BaseException:
@@ -342,7 +343,7 @@ class PagedManager(Manager):  # type: ignore[misc]
         self._raise_failure()
 
     def stop(self, *args: Any, keep_for_next_session: bool = False, **kwargs: Any) -> None:
-        keep = keep_for_next_session and self.failure is None
+        self._keeps_pages = keep = keep_for_next_session and self.failure is None
         super().stop(*args, keep_for_next_session=keep, **kwargs)
         if not self.is_running():  # a thread that still runs does it when it ends
             self.release()
@@ -351,6 +352,8 @@ class PagedManager(Manager):  # type: ignore[misc]
     def release(self) -> None:
         """Restore the attention of the layers, and free the pages unless they are kept."""
         self.ranks.release_attention(self)
+        if not self._keeps_pages:  # transformers forgets no processor that no thread has run yet
+            self.batch_processor = None
         if self.batch_processor is None and self.tables is not None:
             self.tables.pools = None
             self.tables = None

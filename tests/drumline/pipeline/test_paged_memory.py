@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -73,6 +74,36 @@ def test_a_manager_that_was_stopped_keeps_no_pages_on_any_rank(checkpoints, on_m
         pools = weakref.ref(manager.tables.pools)
         manager.stop()
         assert pools() is None and all(m.tables is None for m in model._batched_ranks._sized)
+
+    on_master(checkpoints.llama()[1], 2, work)
+
+
+def test_a_manager_keeps_no_pages_though_no_thread_had_them_when_it_was_stopped(
+    checkpoints, on_master
+):
+    """Another one was told to stop those that had been stopped."""
+
+    def work(model):
+        manager = model.init_continuous_batching(GREEDY)
+        manager.warmup()
+        manager.stop()
+        assert manager.tables is None
+        make, is_made, may_go_on = manager._create_batch_processor, Event(), Event()
+
+        def make_and_wait():
+            processor = make()
+            is_made.set()
+            may_go_on.wait(20)
+            return processor
+
+        manager._create_batch_processor = make_and_wait
+        manager.start()
+        assert is_made.wait(20)
+        thread = manager._generation_thread
+        manager.stop(block=False)
+        may_go_on.set()
+        thread.join(20)
+        assert manager.tables is None
 
     on_master(checkpoints.llama()[1], 2, work)
 
