@@ -28,6 +28,7 @@ from drumline.checkpoint.model_tensors import WeightSources, tied_names
 from drumline.checkpoint.safetensors_index import ComputedTensor, Index, StoredTensor, TensorReader
 from drumline.checkpoint.shard_plan import SourceSlice, parts_of, read_slices, whole_tensor
 from drumline.checkpoint.source import CheckpointFiles, share_index
+from drumline.checkpoint.weight_map import dtype_overrides
 from drumline.core.shards import Region
 from drumline.errors import CheckpointError
 
@@ -227,10 +228,14 @@ class LoraAdapter:
             is_changed = pieces[name] is not sources[name] or name in factors
             if is_changed and len(tied[name]) > 1:
                 raise self._error(f"changes one of {tied[name]}, which are tied")
-        for name, pair in factors.items():
-            weight = self._merged_weight(model, name, pair, sources[name], index)
-            key = f"{name} with its adapter"
-            extended[key] = replace(weight, dtype=str(dtype_info(dtype).safetensors))
+        merged = {
+            name: self._merged_weight(model, name, pair, sources[name], index)
+            for name, pair in factors.items()
+        }
+        wide = dtype_overrides(model, dtype)
+        for name, weight in merged.items():
+            key, own = f"{name} with its adapter", dtype_info(wide.get(name, dtype))
+            extended[key] = replace(weight, dtype=str(own.safetensors))
             pieces[name] = whole_tensor(key, weight.shape)
         return pieces, extended
 

@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import T5Config, T5EncoderModel
 from transformers.pytorch_utils import Conv1D
 
 import drumline
@@ -407,6 +408,22 @@ def test_an_update_of_a_convolution_is_named(tmp_path):
     sources = {name: whole_tensor(name, tensor.shape) for name, tensor in stored.items()}
     with pytest.raises(CheckpointError, match=r"an update of conv.weight, which is not a matrix"):
         adapter.merged(model, sources, stored, torch.float32)
+
+
+def test_a_weight_that_stays_wide_is_merged_without_rounding(tmp_path):
+    """In half precision T5 keeps `wo` in float32, and with an adapter it was rounded to half."""
+    config = T5Config(vocab_size=8, d_model=4, d_kv=2, d_ff=6, num_layers=1, num_heads=2)
+    model, block = T5EncoderModel(config), "encoder.block.0.layer.1.DenseReluDense."
+    parts = {"wi.lora_A": (2, 4), "wi.lora_B": (6, 2), "wo.lora_A": (2, 6), "wo.lora_B": (4, 2)}
+    factors = {f"base_model.model.{block}{k}.weight": shape for k, shape in parts.items()}
+    index = {name: StoredTensor("a", 0, "F32", shape) for name, shape in factors.items()}
+    settings = {"target_modules": ["wi", "wo"], "r": 2}
+    adapter = LoraAdapter(CheckpointFiles(tmp_path, index, [0]), settings)
+    stored = {name: StoredTensor("m", 0, "F32", p.shape) for name, p in model.named_parameters()}
+    sources = {name: whole_tensor(name, tensor.shape) for name, tensor in stored.items()}
+    _, merged = adapter.merged(model, sources, stored, torch.float16)
+    dtypes = [merged[f"{block}{name}.weight with its adapter"].dtype for name in ("wi", "wo")]
+    assert dtypes == ["F16", "F32"]
 
 
 def test_a_factor_that_peft_would_pass_over_is_named(adapter_of):
