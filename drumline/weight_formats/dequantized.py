@@ -50,6 +50,8 @@ SCALE_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E8M0", "U8")
 GROUP_DTYPES = ("I64", "I32")
 ORDERED_COLUMNS = ("group", "dynamic")
 """Kinds of actorder with which columns are not in the order of their groups."""
+FP8_BLOCK = (128, 128)
+"""The default of transformers."""
 BLOCK_SIZES = ("weight_block_size", "block_structure")
 MAX_BLOCK_DIMS = 2
 TRANSFORMS_OF_WEIGHTS = {"weight_input", "weight_output"}
@@ -299,7 +301,9 @@ def _scaled(path: Path, index: Index, settings: Mapping[str, Any]) -> Derived:
         group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()
     ]
     sizes = [group.get("block_structure") or (1, group.get("group_size") or 0) for group in groups]
-    blocks = settings.get("weight_block_size") or next((s for s in sizes if min(s) > 0), ())
+    default = FP8_BLOCK if settings["quant_method"] == "fp8" else ()
+    blocks = settings.get("weight_block_size", default)
+    blocks = blocks or next((s for s in sizes if min(s) > 0), ())
     for name, stored in index.items():
         if stored.dtype not in QUANTIZED:
             continue

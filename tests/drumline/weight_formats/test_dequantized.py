@@ -515,6 +515,17 @@ def test_zeros_of_gptq_are_those_of_words_from_which_ones_were_subtracted(tmp_pa
     assert numbers.T.tolist() == 32 * (-zeros[:, :rows]).tolist()
 
 
+def test_blocks_of_fp8_have_their_default_size_unless_another_is_stated():
+    """Of 960 columns with eight scales, each scale was taken for 120 of them."""
+    scales = StoredTensor("a", 0, "F32", (2, 8))
+    index = {
+        "up.weight": StoredTensor("a", 0, "F8_E4M3", (192, 960)),
+        "up.weight_scale_inv": scales,
+    }
+    ((_, weight, _),) = METHODS["fp8"](Path("a"), index, {"quant_method": "fp8"})
+    assert weight.scales.block == (128, 128)
+
+
 def test_groups_end_where_their_size_says():
     """Of 1000 columns in groups of 128, each scale was taken for 125 of them."""
     scheme = {"config_groups": {"a": {"weights": {**WEIGHTS, "group_size": 128}}}}
