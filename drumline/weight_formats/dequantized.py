@@ -95,7 +95,7 @@ def read_dequantized(source: CheckpointFiles, dtype: torch.dtype) -> CheckpointF
 
 
 def is_known(source: CheckpointFiles) -> bool:
-    """True for quantized weights of a format that can be computed here."""
+    """True for quantized weights of a method of which most forms can be computed here."""
     method = _fields(source).get("quant_method")
     return isinstance(method, str) and method in METHODS
 
@@ -466,6 +466,6 @@ def _grid(
 def _unreadable(path: Path, name: str, stored: StoredTensor) -> CheckpointError:
     return CheckpointError(
         f"{path}: {name} in {stored.file} ({stored.dtype} {list(stored.shape)}) is quantized in a "
-        "way that is not known, or lacks its scales; load it without dequantize=True, or copy it "
-        "again."
+        "way that is not known here, or lacks its scales; where the format's own library is on "
+        "every rank, load it without dequantize=True; otherwise copy it again."
     )

@@ -515,6 +515,21 @@ def test_zeros_of_gptq_are_those_of_words_from_which_ones_were_subtracted(tmp_pa
     assert numbers.T.tolist() == 32 * (-zeros[:, :rows]).tolist()
 
 
+def test_a_form_that_nobody_can_read_is_named_with_what_would_help(
+    checkpoints, ranks_or_errors, tmp_path
+):
+    """It said to load it without dequantize=True, as had been done."""
+    _, path = checkpoints.llama()
+    folder = quantized_folder(path, tmp_path / "other", to_gptq, {**GPTQ, "format": "marlin"})
+
+    def rank(info):
+        with Coordinator(info, timeout_s=30) as coor:
+            drumline.load(folder, coor=coor).close()
+
+    for error in ranks_or_errors(rank, 2):
+        assert isinstance(error, CheckpointError) and "library is on every rank" in str(error)
+
+
 def test_blocks_of_fp8_have_their_default_size_unless_another_is_stated():
     """Of 960 columns with eight scales, each scale was taken for 120 of them."""
     scales = StoredTensor("a", 0, "F32", (2, 8))
