@@ -75,7 +75,7 @@ class GgufTensor(StoredTensor):
             out.copy_(dequantized(blocks[places], name)[:, columns])
 
     def read(self, reader: TensorReader) -> Any:
-        rows = torch.empty(self.shape[0], self.shape_of_elements[-1])
+        rows = torch.empty(self.shape[0], self.shape_of_elements[-1], dtype=torch.float32)
         self.fill(reader, torch.arange(self.shape[0]), slice(None), rows)
         return rows.view(self.shape_of_elements).numpy()
 

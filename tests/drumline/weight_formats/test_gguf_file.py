@@ -263,6 +263,18 @@ def test_a_file_that_is_cut_off_is_named(file, ranks_or_errors):
         assert isinstance(error, CheckpointError) and "model.gguf is not a whole GGUF" in str(error)
 
 
+def test_weights_are_the_same_whatever_the_default_dtype_is(file, on_master):
+    """Those of one dimension were rounded to it, or numpy did not know it."""
+    _, expected = on_master(file, 2, result, dtype=torch.float32)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        _, own = on_master(file, 2, result, dtype=torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert own.keys() == expected.keys()
+    assert all(torch.equal(own[name], expected[name]) for name in own)
+
+
 def test_layers_of_a_gguf_file_are_not_split(tmp_path):
     with pytest.raises(PlanError, match="whole layers"):
         drumline.load(tmp_path / "model.gguf", tp=2)
