@@ -237,12 +237,12 @@ def _descriptions(files: CheckpointFiles) -> str:
 def _described(files: CheckpointFiles, descriptions: Any) -> CheckpointFiles:
     """The file as rank 0 has described it."""
     fields, facts = descriptions
-    kinds = import_gguf().GGMLQuantizationType
+    kinds = _kinds(files.path, {name: number for name, (_, number, _) in facts.items()})
     index = {
         name: GgufTensor(
             *(stored.file, stored.offset, stored.dtype, stored.shape),
             architecture=facts[name][0],
-            kind=kinds(facts[name][1]),
+            kind=kinds[facts[name][1]],
             shape_of_elements=tuple(facts[name][2]),
         )
         for name, stored in files.index.items()
@@ -252,32 +252,35 @@ def _described(files: CheckpointFiles, descriptions: Any) -> CheckpointFiles:
 
 def _tensors(file: Path, header: GgufHeader) -> dict[str, GgufTensor]:
     """The index of a file. Raises CheckpointError for a type that the library cannot dequantize."""
-    gguf = import_gguf()
-    index = {
+    kinds = _kinds(file, {name: info.type for name, info in header.tensors.items()})
+    return {
         name: GgufTensor(
             *(file.name, info.offset, "U8", (math.prod(info.shape[:-1]), info.row_nbytes)),
             header.written,
             architecture=header.architecture,
-            kind=gguf.GGMLQuantizationType(info.type),
+            kind=kinds[info.type],
             shape_of_elements=info.shape,
         )
         for name, info in header.tensors.items()
     }
-    for kind, name in {tensor.kind: name for name, tensor in index.items()}.items():
-        _check_dequantizes(file, name, kind)
-    return index
 
 
-def _check_dequantizes(file: Path, name: str, kind: Any) -> None:
-    gguf = import_gguf()
-    _, nbytes = gguf.GGML_QUANT_SIZES[kind]
-    try:
-        gguf.dequantize(numpy.zeros((1, nbytes), numpy.uint8), kind)
-    except NotImplementedError as error:
-        raise CheckpointError(
-            f"{file}: {name} is of type {kind.name}, which the library gguf cannot make numbers "
-            "of; give a file of another type, or install another version of gguf."
-        ) from error
+def _kinds(file: Path, numbers: Mapping[str, int]) -> dict[int, Any]:
+    """The types of tensors, by their numbers; see _tensors(). numbers: by the tensors' names."""
+    gguf, kinds = import_gguf(), dict[int, Any]()
+    for number, name in {number: name for name, number in numbers.items()}.items():
+        kind = number
+        try:
+            kind = kinds[number] = gguf.GGMLQuantizationType(number)
+            _, nbytes = gguf.GGML_QUANT_SIZES[kind]
+            gguf.dequantize(numpy.zeros((1, nbytes), numpy.uint8), kind)
+        except (ValueError, NotImplementedError) as error:
+            raise CheckpointError(
+                f"{file}: {name} is of type {getattr(kind, 'name', kind)}, which the library gguf "
+                "of this rank cannot make numbers of; give a file of another type, or install "
+                "another version of gguf."
+            ) from error
+    return kinds
 
 
 def open_gguf(file: Path) -> CheckpointFiles:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from enum import IntEnum
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import drumline
 from coordinator import Coordinator
 from drumline import CheckpointError, PlanError
 from drumline.checkpoint.json_files import gguf_path
+from drumline.checkpoint.safetensors_index import StoredTensor
+from drumline.checkpoint.source import CheckpointFiles
 from drumline.core.packed_tensor import PackedTensor
+from drumline.weight_formats import gguf_file
 from tests.drumline.checkpoint.gguf_bytes import TENSORS
 from tests.drumline.conftest import LLAMA
 from tests.drumline.weight_formats.test_lora_adapter import LINEAR, make_adapter, merge
@@ -273,6 +278,27 @@ def test_weights_are_the_same_whatever_the_default_dtype_is(file, on_master):
         torch.set_default_dtype(torch.float32)
     assert own.keys() == expected.keys()
     assert all(torch.equal(own[name], expected[name]) for name in own)
+
+
+@pytest.mark.parametrize("number", [39, 40])
+def test_a_type_that_the_library_of_a_rank_without_the_file_does_not_know_is_named(
+    monkeypatch, tmp_path, number
+):
+    """It was a ValueError of an Enum, or came with the first pass."""
+
+    def dequantize(blocks, kind):
+        raise NotImplementedError
+
+    kind = IntEnum("GGMLQuantizationType", {"NEW": 40})
+    library = SimpleNamespace(
+        GGMLQuantizationType=kind, GGML_QUANT_SIZES={kind.NEW: (32, 18)}, dequantize=dequantize
+    )
+    monkeypatch.setattr(gguf_file, "import_gguf", lambda: library)
+    index = {"output.weight": StoredTensor("model.gguf", 0, "U8", (4, 18))}
+    files = CheckpointFiles(tmp_path / "model.gguf", index, (0, 0))
+    described = [LlamaConfig().to_dict(), {"output.weight": ["llama", number, [4, 32]]}]
+    with pytest.raises(CheckpointError, match=r"output\.weight is of type .* of this rank"):
+        gguf_file._described(files, described)
 
 
 def test_layers_of_a_gguf_file_are_not_split(tmp_path):
