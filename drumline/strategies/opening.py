@@ -95,6 +95,8 @@ def open_checkpoint(
     check_same(coor, texts)
     maps = not (options.disable_mmap or options.shards_layers)  # shards are read, as documented
     files = replace(files, config=config, maps=maps)
+    if file and coor.is_master():
+        weight_format("gguf_file").warn_of_factors(files)
     computes = options.dequantize or _has_to_keep(coor, files, options)
     checkpoint, copies = run_and_share(
         coor,

@@ -10,6 +10,7 @@ transformers.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,13 +34,15 @@ from drumline.errors import CheckpointError, blamed_on_file
 from drumline.weight_formats.gguf_blocks import dequantized
 from drumline.weight_formats.native_unpack import KINDS, OUT_DTYPES, can_unpack, unpack_rows
 
+log = logging.getLogger("drumline")
+
 COMPUTED = (
     "rope_freqs.weight",
     "rope_factors_long.weight",
     "rope_factors_short.weight",
     "attn_rot_embd.weight",
 )
-"""Tensors of tables that transformers computes from the config."""
+"""Tensors in whose place transformers computes tables from the config."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,6 +303,20 @@ def _config(file: Path, header: GgufHeader) -> Any:
 
     with blamed_on_file(describe):
         return config_of_gguf(header.summary, file.parent)
+
+
+def warn_of_factors(files: CheckpointFiles) -> None:
+    """Say that positions are others, where factors in the file are not those of the config."""
+    rope = getattr(files.config, "rope_parameters", None) or {}
+    factors = next((name for name in files.index if name.startswith("rope_f")), None)
+    if factors is not None and rope.get("rope_type", "default") == "default":
+        log.warning(
+            "rank 0: %s holds %s, factors of positions, which transformers does not read in a GGUF "
+            "file, so the model is another one, the more so the longer a text is; give config= "
+            "of the checkpoint that the file was made from.",
+            files.path,
+            factors,
+        )
 
 
 def read_gguf_weights(source: CheckpointFiles, model: Any, dtype: torch.dtype) -> CheckpointFiles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from enum import IntEnum
 from types import SimpleNamespace
@@ -53,8 +54,9 @@ def random_bytes(kind, shape, generator):
     return blocks
 
 
-def write_gguf(gguf, path, plain, blocks_of):
-    """A Llama or Qwen3-MoE as llama.cpp has it. blocks_of: the type and the blocks of a matrix."""
+def write_gguf(gguf, path, plain, blocks_of, **others):
+    """A Llama or Qwen3-MoE as llama.cpp has it. blocks_of: the type and the blocks of a matrix.
+    others: tensors beside those of the model."""
     config = plain.config
     is_mixture = hasattr(config, "num_experts")
     writer = gguf.GGUFWriter(path, "qwen3moe" if is_mixture else "llama")
@@ -89,6 +91,8 @@ def write_gguf(gguf, path, plain, blocks_of):
                 add(f"blk.{number}.ffn_{name}_exps", stack)
     add("output_norm", plain.model.norm.weight)
     add("output", plain.lm_head.weight)
+    for name, tensor in others.items():
+        add(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -266,6 +270,22 @@ def test_a_file_that_is_cut_off_is_named(file, ranks_or_errors):
 
     for error in ranks_or_errors(rank, 2):
         assert isinstance(error, CheckpointError) and "model.gguf is not a whole GGUF" in str(error)
+
+
+def test_factors_of_positions_that_no_config_has_are_named_once(
+    checkpoints, on_master, tmp_path, caplog
+):
+    """Those of Llama 3.1 were passed over without a word."""
+    gguf = pytest.importorskip("gguf", reason="runs after `pip install gguf`")
+    plain, kind = checkpoints.llama()[0], gguf.GGMLQuantizationType.F32
+    path, factors = tmp_path / "model.gguf", torch.full((8,), 2.0)
+    write_gguf(gguf, path, plain, lambda t: (kind, t.detach().numpy()), rope_freqs=factors)
+    on_master(path, 2, lambda model: None)
+    assert caplog.text.count("holds rope_freqs.weight") == 1
+    config = copy.deepcopy(plain.config)
+    config.rope_parameters = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    on_master(path, 2, lambda model: None, config=config)
+    assert caplog.text.count("holds rope_freqs.weight") == 1
 
 
 def test_weights_are_the_same_whatever_the_default_dtype_is(file, on_master):
