@@ -77,7 +77,7 @@ void stream_dealloc(PyObject* object) {
 const LibCrypto* require_libcrypto() {
     const LibCrypto* library = LibCrypto::find();
     if (library == nullptr)
-        PyErr_SetString(PyExc_OSError, "no libcrypto.so.3 (OpenSSL) to be found");
+        PyErr_SetString(PyExc_OSError, "no libcrypto (OpenSSL 3 or 1.1.1) with all that is needed");
     return library;
 }
 
