@@ -234,7 +234,8 @@ Segment::Segment(const Bootstrap& bootstrap, const PluginError* invalid,
     oversubscribed_ = CPU_COUNT(&all) < bootstrap.nranks;
     layout_ = layout_for(bootstrap.nranks, oversubscribed_);
     const SegmentAddress& first = ranks[0].address;
-    if (first.error != 0) throw no_memory(bootstrap.rank, first, layout_.total());
+    if (first.error != 0)
+        throw no_memory(bootstrap.rank, first, layout_for(bootstrap.nranks, true).total());
     int32_t error = 0;
     base_ = attach(first, own.address, layout_.total(), error);
     if (base_ != nullptr) publish_identity(block(bootstrap.rank).identity);

@@ -89,4 +89,5 @@ def test_memory_that_is_not_there_is_an_error_with_the_bytes_needed(run):
     said, _ = run("has_little_memory", 2)
     for kind, text, _ in said:
         assert kind == "CommunicatorError"
+        assert int(text.partition("allocate ")[2].split()[0]) > 9 << 20  # for the largest layout
         assert "bytes of shared memory" in text and "gloo" in text
