@@ -128,7 +128,9 @@ void ShmCommunicator::stream_sleep(int64_t timeout_ns) {
     stream_rings_ = doorbell.value.load(std::memory_order_seq_cst);
 }
 
+// A child that was forked from the rank has no part in its bells, and may still close.
 void ShmCommunicator::stream_notify(int what) {
+    if (!fork_guard_.is_original_process()) return;
     RankBlock& own = segment_.block(rank);
     if (what != COMM_STREAM_DISARM)
         own.stream_sleepers.value.fetch_or(serving, std::memory_order_seq_cst);

@@ -17,6 +17,7 @@ import uuid
 import torch
 
 from communicator import Communicator, conformance
+from communicator.backends.byte_streams import ARM, DISARM
 from coordinator import Coordinator, DrumlineError
 from launcher import LaunchInfo
 
@@ -142,6 +143,26 @@ def forks_while_a_call_runs(comm):
     return [*json.loads(os.read(reader, 5000)), handle.wait().item()]
 
 
+def forks_a_child_that_disarms(comm):
+    """Seconds that rank 0 sleeps until rank 1 writes, after a child of it asked for no bell."""
+    streams = comm._backend.streams
+    if comm.rank == 1:
+        comm.coor.barrier()
+        time.sleep(0.3)
+        return streams.stream_write(0, b"letter", 0, 0)
+    streams.stream_sleep(0)
+    streams.stream_notify(ARM)
+    child = os.fork()
+    if child == 0:
+        streams.stream_notify(DISARM)
+        os._exit(0)
+    os.waitpid(child, 0)
+    comm.coor.barrier()
+    start = time.monotonic()
+    streams.stream_sleep(5000)
+    return time.monotonic() - start
+
+
 def has_little_memory(coor):
     """The largest file a process may write bounds the segment, too."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
@@ -161,6 +182,7 @@ BODIES = {
         waits_for_letters,
         forks_a_child_that_takes_part,
         forks_while_a_call_runs,
+        forks_a_child_that_disarms,
     )
 }
 

@@ -85,6 +85,11 @@ def test_a_forked_child_does_not_wait_for_a_call_that_its_rank_started(run, back
     assert total == of_rank_1 == 2.0
 
 
+def test_a_forked_child_does_not_take_the_bell_of_its_rank(run):
+    seconds, _ = run("forks_a_child_that_disarms", 2)[0]
+    assert seconds < 3  # of five
+
+
 def test_memory_that_is_not_there_is_an_error_with_the_bytes_needed(run):
     said, _ = run("has_little_memory", 2)
     for kind, text, _ in said:
