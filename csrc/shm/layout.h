@@ -18,7 +18,7 @@
 namespace shm {
 
 // Ranks share memory only with those of the same version.
-constexpr const char* const version = "5";
+constexpr const char* const version = "6";
 
 constexpr size_t cache_line_bytes = 128;
 constexpr size_t page_bytes = 4096;
@@ -133,7 +133,6 @@ struct Stream {
 };
 
 struct MessageHeader {  // opens each chunk; a part of the tensor follows
-    uint32_t message;   // its number between the two ranks
     uint32_t dtype;
     uint64_t count;
     Shape shape;

@@ -1,5 +1,5 @@
 // Sends and receives. A message travels in chunks through a ring that the two ranks share; each
-// side counts its chunks, and the header of each says to which message it belongs.
+// side counts its chunks, and the header of each says what tensor it is a part of.
 #include <algorithm>
 #include <cstring>
 
@@ -113,8 +113,7 @@ bool ShmCommunicator::advance_send(P2pTransfer& transfer) {
     if (num_written - channel.num_read.value.load(std::memory_order_acquire) == channel_depth)
         return false;
     char* chunk = segment_.chunk(rank, transfer.peer, num_written);
-    MessageHeader header{static_cast<uint32_t>(transfer.message),
-                         static_cast<uint32_t>(transfer.dtype), transfer.count, transfer.shape};
+    MessageHeader header{static_cast<uint32_t>(transfer.dtype), transfer.count, transfer.shape};
     std::memcpy(chunk, &header, sizeof header);
     uint64_t part =
         std::min<uint64_t>(transfer.nbytes - transfer.done, segment_.layout().chunk_bytes);

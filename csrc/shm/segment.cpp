@@ -251,11 +251,6 @@ Segment::~Segment() {
     if (base_ != nullptr) munmap(base_, layout_.total());
 }
 
-Segment::Segment(Segment&& other) noexcept
-    : base_(std::exchange(other.base_, nullptr)),
-      layout_(other.layout_),
-      oversubscribed_(other.oversubscribed_) {}
-
 Segment& Segment::operator=(Segment&& other) noexcept {
     std::swap(base_, other.base_);
     std::swap(layout_, other.layout_);

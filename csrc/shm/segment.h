@@ -37,7 +37,6 @@ class Segment {
     // the own filled in.
     Segment(const Bootstrap& bootstrap, const PluginError* invalid, std::vector<int32_t>& notes);
     ~Segment();
-    Segment(Segment&& other) noexcept;
     Segment& operator=(Segment&& other) noexcept;
 
     RankBlock& block(int rank) const;
