@@ -176,8 +176,9 @@ void ShmCommunicator::wait_for_messages(std::vector<P2pTransfer>& transfers) {
         return sleep_until_doorbell(transfers, liveness_poll_ns);
     int64_t& interval_ns = message_wait_ns_[first.peer];
     int64_t start = now_ns(), early_ns = interval_ns - expected_spin_ns / 2;
-    if (early_ns > min_sleep_ns)
-        sleep_until_doorbell(transfers, std::min(early_ns, liveness_poll_ns));
+    for (int64_t left_ns = early_ns; !first.started && left_ns > min_sleep_ns;
+         left_ns = start + early_ns - now_ns())
+        sleep_until_doorbell(transfers, std::min(left_ns, liveness_poll_ns));
     if (!first.started)
         spin_until_deadline(spin_policy_, now_ns() + expected_spin_ns,
                             [&] { return progress(transfers); });
