@@ -76,6 +76,9 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 
 DispatchMode = TorchDispatchMode
 dispatch_modes = _get_current_dispatch_mode_stack
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+"""The number of contexts in which functions of torch are those of somebody else."""
+
 grouped_mm: Any = getattr(torch, "_grouped_mm", nn.functional.grouped_mm)
 """What a product of groups of rows, each with a matrix of its own, comes down to."""
 

@@ -178,7 +178,7 @@ template <class Weight>
 void share_rows(const Weight& weight, const Result& result, size_t num_threads, size_t step) {
     const size_t most = result.num_rows * result.num_columns / min_elements_a_thread;
     auto work = [&](size_t first, size_t end) { unpack_range(weight, result, first, end); };
-    parallel::for_ranges(result.num_rows, step, std::min(num_threads, most), work);
+    parallel::for_ranges(result.num_rows, step, most, num_threads, work);
 }
 
 }  // namespace

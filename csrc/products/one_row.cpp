@@ -7,12 +7,6 @@
 #include "reduce/codec.h"
 #include "system/parallel.h"
 
-// The compiler makes one for each width of vectors, and the processor's is taken.
-#if defined(__x86_64__)
-#define ANY_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define ANY_PROCESSOR
-#endif
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
 namespace products {
@@ -85,12 +79,40 @@ ALWAYS_INLINE void multiply_range(const OneRow& product, const float* x, size_t 
     }
 }
 
-ANY_PROCESSOR void multiply_range(Element element, const OneRow& product, const float* x,
-                                  size_t first, size_t end) {
+ALWAYS_INLINE void multiply_any(Element element, const OneRow& product, const float* x,
+                                size_t first, size_t end) {
     if (element == Element::float32)
         multiply_range<shm::Native<float>>(product, x, first, end);
     else
         multiply_range<shm::Bfloat16>(product, x, first, end);
+}
+
+using Multiply = void (*)(Element, const OneRow&, const float*, size_t, size_t);
+
+void multiply_plain(Element element, const OneRow& product, const float* x, size_t first,
+                    size_t end) {
+    multiply_any(element, product, x, first, end);
+}
+
+// Not by target_clones: those for FMA ask the compiler's library for what an old one does not know.
+#if defined(__x86_64__)
+__attribute__((target("avx2,fma"))) void multiply_avx2(Element element, const OneRow& product,
+                                                       const float* x, size_t first, size_t end) {
+    multiply_any(element, product, x, first, end);
+}
+
+__attribute__((target("avx512f,fma,prefer-vector-width=512"))) void multiply_avx512(
+    Element element, const OneRow& product, const float* x, size_t first, size_t end) {
+    multiply_any(element, product, x, first, end);
+}
+#endif
+
+Multiply of_this_processor() {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f")) return multiply_avx512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return multiply_avx2;
+#endif
+    return multiply_plain;
 }
 
 // In the order of Pair.
@@ -110,8 +132,9 @@ void multiply(Element element, const OneRow& product, size_t num_threads) {
     const float* x = is_wide ? static_cast<const float*>(product.x) : floats.data();
     const size_t most =
         product.num_rows * product.num_columns * (is_wide ? 4 : 2) / nbytes_a_thread;
-    auto work = [&](size_t first, size_t end) { multiply_range(element, product, x, first, end); };
-    parallel::for_ranges(product.num_rows, 1, std::min(num_threads, most), work);
+    static const Multiply multiply_rows = of_this_processor();
+    auto work = [&](size_t first, size_t end) { multiply_rows(element, product, x, first, end); };
+    parallel::for_ranges(product.num_rows, 1, most, num_threads, work);
 }
 
 }  // namespace products

@@ -30,18 +30,21 @@ struct OpenMp {
 };
 
 // work(first, end) for ranges that cover `count`, each a multiple of `step` but the last, at most
-// `num_threads` at once; in this thread alone where torch has no OpenMP.
+// `most` at once; in this thread alone where torch has no OpenMP. num_threads: of torch. All of
+// them are called, as GCC's OpenMP ends threads that a call leaves out, and the next must start
+// others.
 template <class Work>
-void for_ranges(size_t count, size_t step, size_t num_threads, const Work& work) {
+void for_ranges(size_t count, size_t step, size_t most, size_t num_threads, const Work& work) {
     static const OpenMp openmp;
-    if (num_threads <= 1 || !openmp.is_loaded()) return work(size_t{0}, count);
+    if (std::min(most, num_threads) <= 1 || !openmp.is_loaded()) return work(size_t{0}, count);
     struct Shared {
-        size_t count, step;
+        size_t count, step, most;
         const Work& work;
-    } shared{count, step, work};
+    } shared{count, step, most, work};
     auto run = [](void* argument) {
         auto& all = *static_cast<Shared*>(argument);
-        const size_t threads = openmp.num_threads(), steps = (all.count + all.step - 1) / all.step;
+        const size_t steps = (all.count + all.step - 1) / all.step;
+        const size_t threads = std::min<size_t>(all.most, openmp.num_threads());
         const size_t share = (steps + threads - 1) / threads * all.step;
         const size_t first = std::min(all.count, openmp.thread() * share);
         const size_t end = std::min(all.count, first + share);

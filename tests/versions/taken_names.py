@@ -27,6 +27,7 @@ TORCH = {
     "_schema": "which arguments of an operator are devices, and whether it writes",
     "_python_dispatch": "a mode that sees every operator; it is documented there",
     "_get_current_dispatch_mode_stack": "whether such a mode of ours is on already",
+    "_len_torch_function_stack": "whether functions of torch are somebody else's in a context",
     "_pytree": "trees of torch.export and fx, whose kinds of nodes are registered there",
     "_enter_autocast": "name of the call in a traced program, which has a device type",
     "_grouped_mm": "what experts call, also by its public name; that one alone where it is gone",

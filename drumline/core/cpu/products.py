@@ -56,8 +56,8 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
     is_plain = type(x) is torch.Tensor and x.is_cpu and x.dtype is weight.dtype
     if not (is_plain and _is_usual(weight) and _only_values_count(x, weight)):
         return F.linear(x, weight, bias)
-    is_row = x.numel() == x.shape[-1] == weight.shape[1] and _has_loop(weight)
-    if is_row and (bias is None or (_is_usual(bias) and bias.dtype is weight.dtype)):
+    is_row = x.shape[-1:] == weight.shape[1:] and x.numel() == x.shape[-1] and _has_loop(weight)
+    if is_row and (bias is None or _fits(bias, weight)):
         return _multiply_row(x.contiguous(), weight, bias)
     if weight.dtype is torch.float32 and _has_onednn():
         return torch_private.onednn_linear(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
@@ -91,6 +91,7 @@ def _only_values_count(x: torch.Tensor, weight: torch.Tensor) -> bool:
         or torch_private.is_transformed(weight)
         or torch_private.has_tangents()
         or torch_private.dispatch_modes()
+        or torch_private.function_modes()
     )
 
 
@@ -101,6 +102,11 @@ def _is_usual(weight: torch.Tensor) -> bool:
         and weight.is_cpu
         and weight.is_contiguous()
     )
+
+
+def _fits(bias: torch.Tensor, weight: torch.Tensor) -> bool:
+    is_equal = bias.dtype is weight.dtype and bias.shape == weight.shape[:1]
+    return is_equal and _is_usual(bias) and not torch_private.is_transformed(bias)
 
 
 def _gains(weight: torch.Tensor) -> bool:

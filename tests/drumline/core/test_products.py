@@ -10,11 +10,21 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from coordinator import torch_private
 from drumline.core.cpu import _products, products
 from drumline.core.cpu.products import linear, use_fast_products
+
+
+class Doubled(TorchFunctionMode):
+    """A context in which products are twice as large."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return 2 * result if func is F.linear else result
+
 
 WIDE = products.MIN_NBYTES // 4 // 64
 HAS_LOOP = pytest.mark.skipif(not products.LOOP_DTYPES, reason="torch multiplies on this processor")
@@ -201,6 +211,16 @@ def test_a_row_or_a_bias_that_the_loop_cannot_read_is_left_to_torch(
         assert len(calls) == 1
         layer.bias = nn.Parameter(torch.stack([layer.bias] * 2, -1)[:, 0], requires_grad=False)
         torch.testing.assert_close(layer(x), expected)
+        layer.bias = nn.Parameter(layer.bias[:1].clone(), requires_grad=False)
+        torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
+        with Doubled():
+            doubled = linear(x, layer.weight)
+        torch.testing.assert_close(doubled, 2 * F.linear(x, layer.weight))
+        biases = torch.randn(3, 2 * WIDE, dtype=torch.bfloat16)
+        mapped = torch.func.vmap(lambda bias: linear(x, layer.weight, bias))(biases)
+        torch.testing.assert_close(mapped[:, 0], F.linear(x, layer.weight) + biases)
+        with pytest.raises(RuntimeError):
+            layer(x[0, 0])
         with pytest.raises(RuntimeError):
             layer(x.float())
         with pytest.raises(RuntimeError):
