@@ -45,7 +45,7 @@ class GroupMonitor:
         is_driven: bool = True,
     ):
         self.coor, self.layers_by_rank, self._comms = coor, layers_by_rank, list(comms)
-        self._waits: list[None] = []  # one for each thread that waits
+        self.waits: list[None] = []  # one for each thread that waits for other ranks
         self._may_wait = coor.rank == 0 or not is_driven
         self._subscription = coor.on_failure(self._on_failure, is_waiting=self._is_waiting)
         self._suspensions = coor.on_failure(self._on_suspended, unreachable_s=math.inf)
@@ -62,21 +62,14 @@ class GroupMonitor:
 
     def waiting(self, work: Callable[[], T]) -> T:
         """The result of work, which waits for other ranks; PeerLost if one of them fails."""
-        with self.in_wait():
-            try:
-                return work()
-            except DrumlineError as error:
-                self.raise_cause(error)
-                raise
-
-    @contextlib.contextmanager
-    def in_wait(self) -> Iterator[None]:
-        """Within this block, this thread waits for other ranks."""
-        self._waits.append(None)
+        self.waits.append(None)
         try:
-            yield
+            return work()
+        except DrumlineError as error:
+            self.raise_cause(error)
+            raise
         finally:
-            self._waits.pop()
+            self.waits.pop()
 
     def broadcast(self, data: bytes) -> bytes:
         """The data of the first rank. Collective."""
@@ -97,7 +90,7 @@ class GroupMonitor:
             ) from error
 
     def _is_waiting(self) -> bool:
-        return self._may_wait and (bool(self._waits) or any(map(_has_queued_work, self._comms)))
+        return self._may_wait and (bool(self.waits) or any(map(_has_queued_work, self._comms)))
 
     def _on_suspended(self, failure: RankFailure) -> None:
         if failure.reason is FailureReason.SUSPENDED:

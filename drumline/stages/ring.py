@@ -75,24 +75,28 @@ class Ring:
 
     def send(self, message: Message) -> Message | None:
         """Pass a message on. Returns the reply where it is known at once; here it comes round."""
-        with self.monitor.in_wait():
-            try:
-                self.next.send(message)
-            except DrumlineError as error:
-                raise self._lost(self.next.peer, error) from error
+        self.monitor.waits.append(None)
+        try:
+            self.next.send(message)
+        except DrumlineError as error:
+            raise self._lost(self.next.peer, error) from error
+        finally:
+            self.monitor.waits.pop()
         return None
 
     def receive(self, on_predicted: OnPredicted | None = None) -> Message:
         """The next message. Blocks until it is here; PeerLost if a rank fails."""
-        with self.monitor.in_wait():
-            try:
-                message = self.previous.receive(on_predicted)
-                if self.previous.link is not None and self.monitor.has_failed:
-                    # A stage that lost the one before has passed on what it never received.
-                    raise DrumlineError("a rank failed while tensors were on their way")
-                return message
-            except DrumlineError as error:
-                raise self._lost(self.previous.peer, error) from error
+        self.monitor.waits.append(None)
+        try:
+            message = self.previous.receive(on_predicted)
+            if self.previous.link is not None and self.monitor.has_failed:
+                # A stage that lost the one before has passed on what it never received.
+                raise DrumlineError("a rank failed while tensors were on their way")
+            return message
+        except DrumlineError as error:
+            raise self._lost(self.previous.peer, error) from error
+        finally:
+            self.monitor.waits.pop()
 
     def check_all_failed(self, failure: str) -> None:
         """Return: this rank is all of its stage."""

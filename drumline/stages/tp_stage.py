@@ -159,11 +159,14 @@ class TpDriverRing:
         """Run the first stage and pass the message on. Returns the reply, if no other group has
         anything to do with it."""
         is_call = message.kind is MessageKind.CALL
-        with self.group.monitor.in_wait():
+        self.group.monitor.waits.append(None)
+        try:
             # The group has the message before its leader runs it: in the layers' collectives the
             # leader waits for all others.
             self.group.broadcast(message)
             reply = self.stage._reply(message) if is_call else message
+        finally:
+            self.group.monitor.waits.pop()
         if self.leaders is not None and not (is_call and self._ends_here(message)):
             return self.leaders.send(reply)
         return reply

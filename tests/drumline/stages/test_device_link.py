@@ -115,8 +115,7 @@ def test_what_arrived_while_a_rank_failed_is_not_used():
         raise drumline.PeerLost(f"rank 1 is lost: {error}")
 
     ring = object.__new__(Ring)
-    wait = contextlib.nullcontext
-    ring.monitor = types.SimpleNamespace(has_failed=True, raise_cause=raise_cause, in_wait=wait)
+    ring.monitor = types.SimpleNamespace(has_failed=True, raise_cause=raise_cause, waits=[])
     ring.previous = types.SimpleNamespace(peer=1, link="any", receive=lambda predicted: "message")
     with pytest.raises(drumline.PeerLost, match="while tensors were on their way"):
         ring.receive()
