@@ -70,6 +70,10 @@ STEPS = {
         ["benchmarks.big"],
         ["--limit", "0", "--layers", "4", "--hidden", "256", "--prompt", "16", "--new", "4"],
     ),
+    "big-bfloat16": (
+        ["benchmarks.big", "--dtype", "bfloat16"],
+        ["--limit", "0", "--layers", "2", "--hidden", "256", "--prompt", "16", "--delays", "0"],
+    ),
     "serve": (
         ["benchmarks.serve", "--repeats", "2"],
         ["--tiny", "--repeats", "1", "--clients", "2", "--new-tokens", "4", *SHORT_PROMPTS],
@@ -79,7 +83,7 @@ STEPS = {
     "tracing": (["benchmarks.tracing"], ["--repeats", "20"]),
     "scale": (["benchmarks.scale"], ["--ranks", "4", "8", "16", "--repeats", "1"]),
 }
-WITH_LLAMA_CPP = {"big", "serve"}
+WITH_LLAMA_CPP = {"big", "big-bfloat16", "serve"}
 SLOW = {"nd_loading", "compile_once"}  # left out of a trial
 
 

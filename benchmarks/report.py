@@ -64,7 +64,7 @@ SECTIONS = (
         "One model over ranks",
         ("inference*", "model", "big*", "serve*"),
         ("model",),
-        "inference nano-engine model big serve",
+        "inference nano-engine model big big-bfloat16 serve",
     ),
     Section("loading", "Loading sharded checkpoints", ("nd_loading",), (), "nd_loading"),
     Section("compiling", "Compiling once for all ranks", ("compile_once-*",), (), "compile_once"),

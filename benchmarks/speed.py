@@ -74,9 +74,9 @@ def inference(what: str, measured: str, over: str = "drumline") -> Pick:
     return DecodePick(what, "inference", where, "ms", time, time, one, over, rival=threads)
 
 
-def too_big(peer: str) -> Pick:
-    what = "one token of a model too large for any one of 3 machines, 1 Gbit/s"
-    return DecodePick(what, "big", {"link, delay": "1gbit, 0 ms"}, "ms", RATE, RATE, peer)
+def too_big(peer: str, table: str = "big", dtype: str = "float32") -> Pick:
+    what = f"one token of a model too large for any one of 3 machines, {dtype}, 1 Gbit/s"
+    return DecodePick(what, table, {"link, delay": "1gbit, 0 ms"}, "ms", RATE, RATE, peer)
 
 
 ONE_PROCESS, RATE = "one process", "tokens/s"
@@ -87,6 +87,7 @@ PICKS = (
     ),
     inference("32 tokens at a time, 2 ranks", "decode, batch 32"),
     too_big("llama.cpp RPC"),
+    too_big("llama.cpp RPC", "big-bfloat16", "bfloat16"),
     too_big("transformers, mapped"),
     DecodePick(
         *("one token for a single client, `drumline serve`, 2 ranks", "serve", {"clients": 1}),

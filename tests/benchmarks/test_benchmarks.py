@@ -143,7 +143,7 @@ def test_an_unknown_step_is_refused_with_those_there_are():
 def test_peers_go_to_the_steps_that_compare_with_them():
     for step in STEPS:
         words = options(step, False, Path("bin"), ["vLLM=vllm serve"])
-        assert ("--llama-cpp" in words) == (step in ("big", "serve"))
+        assert ("--llama-cpp" in words) == (step in ("big", "big-bfloat16", "serve"))
         assert (words[-3:-1] == ["--peer", "vLLM=vllm serve"]) == (step == "serve")
         assert not {"--llama-cpp", "--peer"} & {*options(step, True, Path("bin"), ["vLLM=vllm"])}
 
