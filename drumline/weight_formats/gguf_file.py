@@ -308,8 +308,10 @@ def _config(file: Path, header: GgufHeader) -> Any:
 def warn_of_factors(files: CheckpointFiles) -> None:
     """Say that positions are others, where factors in the file are not those of the config."""
     rope = getattr(files.config, "rope_parameters", None) or {}
+    by_kind = [of_kind for of_kind in rope.values() if isinstance(of_kind, dict)] or [rope]
+    is_default = all(of_kind.get("rope_type", "default") == "default" for of_kind in by_kind)
     factors = next((name for name in files.index if name.startswith("rope_f")), None)
-    if factors is not None and rope.get("rope_type", "default") == "default":
+    if factors is not None and is_default:
         log.warning(
             "rank 0: %s holds %s, factors of positions, which transformers does not read in a GGUF "
             "file, so the model is another one, the more so the longer a text is; give config= "

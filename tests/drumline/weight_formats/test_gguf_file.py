@@ -288,6 +288,16 @@ def test_factors_of_positions_that_no_config_has_are_named_once(
     assert caplog.text.count("holds rope_freqs.weight") == 1
 
 
+@pytest.mark.parametrize("kinds", [("default", "proportional"), ("default", "default")])
+def test_factors_are_named_where_every_kind_of_layer_has_plain_positions(kinds, caplog):
+    layers = ("sliding_attention", "full_attention")
+    by_layer = {name: {"rope_type": kind} for name, kind in zip(layers, kinds, strict=True)}
+    config = SimpleNamespace(rope_parameters=by_layer)
+    files = SimpleNamespace(config=config, index={"rope_freqs.weight": 1}, path="a.gguf")
+    gguf_file.warn_of_factors(files)
+    assert ("holds rope_freqs.weight" in caplog.text) == ("proportional" not in kinds)
+
+
 def test_weights_are_the_same_whatever_the_default_dtype_is(file, on_master):
     """Those of one dimension were rounded to it, or numpy did not know it."""
     _, expected = on_master(file, 2, result, dtype=torch.float32)

@@ -98,6 +98,9 @@ def test_numbers_that_json_does_not_have_are_texts_in_arguments():
     text = "<tool_call>\n<function=f>\n<parameter=a>\nNaN\n</parameter>\n</function>\n</tool_call>"
     (made,) = merged(parsed(text, 1, Qwen(model_type="qwen3_5")))["tool_calls"]
     assert made["function"]["arguments"] == '{"a": "NaN"}'
+    text = '<tool_call>{"name": "f\\ud83d", "arguments": {}}</tool_call>'
+    (made,) = merged(parsed(text, 1))["tool_calls"]
+    assert made["function"]["name"] == "f?"
     text = '[{"name": "f", "parameters": {"a": 1e999, "b": "\\ud83d"}}]'
     (made,) = merged(parsed(text, 1, tool_choice="required"))["tool_calls"]
     assert made["function"]["arguments"] == '{"a": "Infinity", "b": "?"}'
