@@ -72,8 +72,11 @@ class RestartingRanks:
     def _serve(self) -> Exception | None:
         """Start ranks until the server is closed; or why no more are started."""
         nodes, most, cause = list(range(self._job.nnodes)), sys.maxsize, ""
+        num_ranks = 0
         for count in range(self._restarts + 1):
             self._scheduler.num_restarts = count
+            if count and (self._failed_starts or not num_ranks):  # the last ones did not come up
+                self._is_closed.wait(timings.TIMINGS.start_pause_s)
             num_ranks = 0
             try:
                 limit_s = timings.TIMINGS.node_return_s if self._was_ready.done() else None
@@ -90,8 +93,6 @@ class RestartingRanks:
                 error = self._serve_once(nodes, num_ranks)
             except Exception as problem:  # such as no descriptors left to start with
                 error = problem
-            if self._was_ready.done() and (self._failed_starts or not num_ranks):
-                self._is_closed.wait(timings.TIMINGS.start_pause_s)  # they did not come up
             if self._is_closed.is_set():
                 return None
             if not self._was_ready.done():
