@@ -266,6 +266,7 @@ class PagedManager(Manager):  # type: ignore[misc]
 
     def start(self, *args: Any, **kwargs: Any) -> None:
         self.ranks.leave_computing()
+        self._keeps_pages |= not self.is_running()
         super().start(*args, **kwargs)
 
     @property
