@@ -101,6 +101,7 @@ def close_at_exit(group: P2PGroup, connections: TcpStreams | None) -> Close:
             return
         if is_at_exit:  # others hear of an error only after this
             is_aborting = getattr(sys, "last_value", None) is not None
+        is_aborting = is_aborting or group.is_closed  # by abort()
         group.close()
         if connections is not None:
             connections.close(None if is_aborting else group.timeout_s)

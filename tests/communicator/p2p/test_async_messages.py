@@ -6,6 +6,7 @@ import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch.distributed import HashStore
 
@@ -47,6 +48,18 @@ def test_what_was_sent_comes_although_the_sender_ends_without_close(warm, tmp_pa
     """The system dropped it at the exit of the sender's process."""
     done = warm.run("-c", SENT, tmp_path / "store")
     assert (done.returncode, done.stdout) == (0, "came"), done.stderr
+
+
+@pytest.mark.parametrize("is_at_exit", [False, True])
+def test_close_waits_for_no_peer_that_does_not_read_after_abort(is_at_exit):
+    limits = []
+    connections = SimpleNamespace(close=limits.append)
+    group = SimpleNamespace(is_closed=False, timeout_s=300.0)
+    group.close = lambda: setattr(group, "is_closed", True)
+    for is_aborted, limit_s in ((False, 300.0), (True, None)):
+        group.is_closed = is_aborted
+        async_messages.close_at_exit(group, connections)(is_at_exit=is_at_exit)
+        assert limits.pop() == limit_s
 
 
 def test_a_communicator_that_is_forgotten_leaves_nothing_to_do_at_the_exit(monkeypatch):
