@@ -66,6 +66,7 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
     _closed = True  # until it is open
     _background: BackgroundCalls | None = None
     _messages: Any = None  # of isend and irecv
+    _is_aborted = False
     _recorder: launcher.Recorder | None = None
     _part_coor: Coordinator | None = None  # made by split() or over() for this one alone
 
@@ -372,6 +373,7 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
         if self._pid != os.getpid():  # a forked child has its connections, too
             return
         self._backend.abort()
+        self._is_aborted = True
         if self._messages is not None:
             self._messages.abort()
 
@@ -444,10 +446,7 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
         """The name by which Communicator(coor, backend=...) finds this backend."""
         return self._backend.name
 
-    @property
-    def name(self) -> str:
-        """An alias of backend."""
-        return self._backend.name
+    name = backend  # an alias
 
     @property
     def capabilities(self) -> Capabilities:
@@ -486,10 +485,12 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
         self._calls.check_message(f"i{kind}", tensor, peer, name)
         self.coor.note_peer(peer)
         with self._opening:
-            if self._messages is None:
+            if self._messages is None and not self._is_aborted:
                 from communicator.p2p.async_messages import open_messages  # later, too
 
                 self._messages = open_messages(self, self._backend)
+        if self._is_aborted:  # perhaps while it opened
+            raise CommunicatorError(f"{self.rank_name()}: i{kind} on an aborted Communicator.")
         return CallHandle(self._messages.start(kind, tensor, peer), lambda: tensor)
 
     def _disown(self, error: CommunicatorError) -> None:

@@ -9,6 +9,7 @@ from torch.distributed import HashStore, ProcessGroup
 
 from communicator import Communicator, CommunicatorError, CommunicatorTimeout, PeerLost
 from communicator.backends.shm import Shm
+from communicator.p2p import async_messages
 from coordinator import Coordinator, CoordinatorError, DrumlineError
 from launcher import LaunchInfo
 
@@ -202,6 +203,35 @@ def test_abort_ends_messages_that_are_waited_for_and_later_ones(on_ranks):
             with pytest.raises(DrumlineError, match="aborted"):
                 comm.irecv(torch.zeros(2), 1).wait(timeout_s=5)
 
+    on_ranks(body, 2)
+
+
+def test_the_first_message_after_abort_raises_and_opens_nothing(on_ranks):
+    """Over tcp it waited for ranks that never come, and broke their Coordinator."""
+
+    def body(comm):
+        if comm.rank == 0:
+            comm.abort()
+            with pytest.raises(DrumlineError, match="aborted"):
+                comm.irecv(torch.zeros(2), 1)
+            assert comm._messages is None
+
+    on_ranks(body, 2)
+
+
+def test_abort_ends_a_message_whose_connections_open_meanwhile(on_ranks, monkeypatch):
+    opened = async_messages.open_messages
+
+    def open_late(comm, backend):
+        messages = opened(comm, backend)
+        comm.abort()
+        return messages
+
+    def body(comm):
+        with pytest.raises(DrumlineError, match="aborted"):
+            comm.irecv(torch.zeros(2), 1 - comm.rank)
+
+    monkeypatch.setattr(async_messages, "open_messages", open_late)
     on_ranks(body, 2)
 
 
