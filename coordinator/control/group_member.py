@@ -68,12 +68,12 @@ class GroupMember:
 
     def checked_timeout(self, timeout_s: float) -> float:
         """The deadline, in seconds. Raises ValueError for what is none."""
-        if not isinstance(timeout_s, int | float) or not 0 <= timeout_s < math.inf:
+        if not hasattr(timeout_s, "__float__") or not 0 <= timeout_s < math.inf:
             raise ValueError(
                 f"rank {self.info.rank}: timeout_s={timeout_s!r} is not a deadline. Give seconds: "
                 "a number from 0 on, and not infinity, so that nothing hangs for ever."
             )
-        return timeout_s
+        return float(timeout_s)
 
     def _count(self, key: object) -> int:
         """The number of earlier calls with this key: equal on ranks that make the same calls."""

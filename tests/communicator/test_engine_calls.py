@@ -3,6 +3,7 @@
 import math
 import threading
 
+import numpy
 import pytest
 import torch
 from torch.distributed import HashStore, ProcessGroup
@@ -246,6 +247,16 @@ def test_what_is_no_deadline_is_refused(backend, limit_s):
             with pytest.raises(ValueError, match="is not a deadline"):
                 comm.set_timeout(limit_s)
             assert comm.timeout_s == coor.timeout_s
+
+
+@pytest.mark.parametrize("limit_s", [numpy.int64(60), numpy.float32(5)])
+def test_a_deadline_may_be_a_number_of_numpy(limit_s):
+    with (
+        Coordinator(LaunchInfo("alone"), timeout_s=limit_s) as coor,
+        Communicator(coor, "tcp", timeout_s=limit_s) as comm,
+    ):
+        comm.set_timeout(limit_s)
+        assert type(comm.timeout_s) is float and comm.timeout_s == coor.timeout_s == limit_s
 
 
 def test_only_collectives_can_be_started(on_ranks):
