@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -400,11 +400,11 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
             warnings.warn(str(problem), RuntimeWarning, stacklevel=3)
 
     def _close_parts(self, is_failing: bool) -> None:
-        if self._messages is not None:
-            self._messages.close(is_aborting=is_failing)
-        for part in (self._backend, self._part_coor, self._recorder, self._background):
-            if part is not None:
-                part.close()
+        with ExitStack() as closing:  # each, though the one before raises
+            for part in (self._background, self._recorder, self._part_coor, self._backend):
+                closing.callback(part.close if part is not None else lambda: None)
+            if self._messages is not None:
+                self._messages.close(is_aborting=is_failing)
 
     def __enter__(self) -> Communicator:
         return self

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -93,8 +94,18 @@ class BackgroundCalls(Interceptor):
         return self._queue.is_idle()
 
     def at_end(self, closing: Callable[[], object]) -> None:
-        """Call this once all have ended by themselves: they may wait for ranks that wait here."""
-        self._queue.submit(closing, [])
+        """Call this once all have ended by themselves: they may wait for ranks that wait here.
+
+        An error of it is a warning: nobody is left to raise it for.
+        """
+
+        def close() -> None:
+            try:
+                closing()
+            except Exception as error:
+                warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+
+        self._queue.submit(close, [])
 
     def close(self) -> None:
         """Return when all have ended."""

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 import weakref
 
 import pytest
@@ -121,6 +122,25 @@ def test_a_call_that_is_made_of_another_of_its_name_is_counted_once(comm):
         assert calls.counts() == {"allgather": [2, 16, 0], "reduce_scatter": [1, 8, 0]}
     finally:
         calls.unwatch()
+
+
+class FailsToClose(Shm):
+    def close(self):
+        super().close()
+        raise OSError("cannot close")
+
+
+def test_an_error_in_closing_after_started_calls_is_a_warning_and_the_rest_is_closed():
+    with Coordinator(LaunchInfo("alone")) as coor:
+        comm, may_end = Communicator(coor, FailsToClose), threading.Event()
+        comm.start("barrier").wait()
+        queue = comm._background._queue
+        queue.submit(may_end.wait, [])
+        with pytest.warns(RuntimeWarning, match="cannot close"):
+            comm.__exit__(ValueError, ValueError(), None)
+            may_end.set()
+            queue.join()
+        assert queue._is_closed
 
 
 def test_a_communicator_that_cannot_be_given_up_does_not_keep_a_child_from_the_others(monkeypatch):
