@@ -20,6 +20,8 @@ from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup, ProcessGroupGloo, Store
 from torch.distributed.distributed_c10d import _get_process_group_store
 from torch.export import ExportedProgram
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -76,8 +78,13 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 
 DispatchMode = TorchDispatchMode
 dispatch_modes = _get_current_dispatch_mode_stack
-function_modes: Callable[[], int] = torch._C._len_torch_function_stack
-"""The number of contexts in which functions of torch are those of somebody else."""
+
+
+def function_modes() -> list[Any]:
+    """The contexts in which functions of torch are those of somebody else, but not a device's."""
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return [mode for mode in modes if type(mode) is not DeviceContext]
+
 
 grouped_mm: Any = getattr(torch, "_grouped_mm", nn.functional.grouped_mm)
 """What a product of groups of rows, each with a matrix of its own, comes down to."""

@@ -54,10 +54,10 @@ def _forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # as nn.L
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     is_plain = type(x) is torch.Tensor and x.is_cpu and x.dtype is weight.dtype
-    if not (is_plain and _is_usual(weight) and _only_values_count(x, weight)):
+    is_usual = is_plain and _is_usual(weight) and (bias is None or _fits(bias, weight))
+    if not (is_usual and _only_values_count(x, weight)):
         return F.linear(x, weight, bias)
-    is_row = x.shape[-1:] == weight.shape[1:] and x.numel() == x.shape[-1] and _has_loop(weight)
-    if is_row and (bias is None or _fits(bias, weight)):
+    if x.shape[-1:] == weight.shape[1:] and x.numel() == x.shape[-1] and _has_loop(weight):
         return _multiply_row(x.contiguous(), weight, bias)
     if weight.dtype is torch.float32 and _has_onednn():
         return torch_private.onednn_linear(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
