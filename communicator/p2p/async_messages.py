@@ -41,6 +41,7 @@ class HostMessages:
 
     def abort(self) -> None:
         """End all with an error, here and later; close() still frees what is open."""
+        self._group.is_aborted = True
         self._group.close()
 
 
@@ -101,7 +102,7 @@ def close_at_exit(group: P2PGroup, connections: TcpStreams | None) -> Close:
             return
         if is_at_exit:  # others hear of an error only after this
             is_aborting = getattr(sys, "last_value", None) is not None
-        is_aborting = is_aborting or group.is_closed  # by abort()
+        is_aborting |= group.is_aborted
         group.close()
         if connections is not None:
             connections.close(None if is_aborting else group.timeout_s)

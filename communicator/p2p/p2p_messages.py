@@ -63,7 +63,7 @@ class P2PGroup:
         self.rank, self.peers, self.timeout_s = coor.rank, coor.peers, coor.timeout_s
         self.rank_name = coor.rank_name
         self.gone: set[int] = set()  # those that have closed it
-        self.is_closed = False
+        self.is_closed = self.is_aborted = False
 
     def start(self, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> P2PWork:
         """Start to "send" to a peer, or to "recv" from one or from ANY_SOURCE."""

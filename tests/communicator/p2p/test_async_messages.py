@@ -54,10 +54,9 @@ def test_what_was_sent_comes_although_the_sender_ends_without_close(warm, tmp_pa
 def test_close_waits_for_no_peer_that_does_not_read_after_abort(is_at_exit):
     limits = []
     connections = SimpleNamespace(close=limits.append)
-    group = SimpleNamespace(is_closed=False, timeout_s=300.0)
-    group.close = lambda: setattr(group, "is_closed", True)
+    group = SimpleNamespace(is_aborted=False, timeout_s=300.0, close=lambda: None)
     for is_aborted, limit_s in ((False, 300.0), (True, None)):
-        group.is_closed = is_aborted
+        group.is_aborted = is_aborted
         async_messages.close_at_exit(group, connections)(is_at_exit=is_at_exit)
         assert limits.pop() == limit_s
 
