@@ -214,6 +214,19 @@ print(launcher.launch(lambda: hasattr(sys, "last_value"), 2))
     assert run_program(tmp_path, text).stdout == "[False, False]\n"
 
 
+def test_exit_handlers_of_a_rank_see_the_error_that_ends_it(tmp_path):
+    """A model in a global of rank 0 released the other ranks as after a success."""
+    text = """
+import atexit, contextlib, sys
+def fail():
+    atexit.register(lambda: print(repr(getattr(sys, "last_value", None))))
+    sys.exit(3)
+with contextlib.suppress(BaseException):
+    launcher.launch(fail, 1)
+"""
+    assert "SystemExit(3)" in run_program(tmp_path, text).stdout
+
+
 def test_a_launch_loads_only_the_standard_library_and_little_of_that():
     code = "import sys, launcher.cli, launcher.local.launch_local; print(*sys.modules)"
     loaded = subprocess.run(
