@@ -74,9 +74,9 @@ class RestartingRanks:
         nodes, most, cause = list(range(self._job.nnodes)), sys.maxsize, ""
         num_ranks = 0
         for count in range(self._restarts + 1):
-            self._scheduler.num_restarts = count
             if count and (self._failed_starts or not num_ranks):  # the last ones did not come up
                 self._is_closed.wait(timings.TIMINGS.start_pause_s)
+            self._scheduler.num_restarts = count
             num_ranks = 0
             try:
                 limit_s = timings.TIMINGS.node_return_s if self._was_ready.done() else None
