@@ -120,5 +120,4 @@ def _connect(model: Any, driver: PipelineDriver, remote: Mapping[str, int]) -> N
 
 def _leave(driver: PipelineDriver | None) -> None:
     if driver is not None:
-        error = getattr(sys, "last_value", None)
-        driver.leave(0 if error is None else exit_code(error))
+        driver.leave(1 if getattr(sys, "last_value", None) is not None else 0)
