@@ -117,7 +117,7 @@ def test_what_a_launcher_that_is_process_1_has_started_is_no_orphan(monkeypatch,
     child = linux.process_stat(os.getpid())._replace(parent=1)
     monkeypatch.setattr(linux, "processes", lambda: {os.getpid(): child})
     monkeypatch.setattr(linux, "process_name", lambda _: "launch-server")
-    monkeypatch.setattr(linux, "read_proc", {"1/cmdline": init}.get)
+    monkeypatch.setattr(linux, "read_proc", lambda path: init if path == "1/cmdline" else "")
     processes = {finding.name: finding for finding in machine_checks.leftovers()}["processes"]
     assert processes.ok is ok and bool(processes.remedy) is not ok
 
