@@ -261,12 +261,13 @@ def _compare_ends(comm: Communicator, call: str, own: torch.Tensor, root: int) -
 def alltoall(comm: Communicator, outs: Tensors, tensors: Tensors) -> None:
     """tensors[i] goes to rank i, and outs[i] comes from it; sizes may differ.
 
-    A tensor that may lie in an output goes from a copy.
+    A tensor that lies between the outputs' first and last element goes from a copy.
     """
     _compare_parts(comm, outs, tensors)
-    written = {out.untyped_storage().data_ptr() for out in outs}
+    begins, ends = zip(*map(_span, outs), strict=True)
+    begin, end = min(begins), max(ends)
     tensors = [
-        tensor.detach().clone() if tensor.untyped_storage().data_ptr() in written else tensor
+        tensor.detach().clone() if _span(tensor)[0] < end and begin < _span(tensor)[1] else tensor
         for tensor in tensors
     ]
     write_back(outs[comm.rank], as_flat_input(tensors[comm.rank]))
