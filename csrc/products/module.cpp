@@ -15,15 +15,15 @@ PyObject* multiply_row(PyObject*, PyObject* arguments) {
     if (!PyArg_ParseTuple(arguments, "pKKKKKKK", &is_bfloat16, &weight, &x, &bias, &out, &num_rows,
                           &num_columns, &num_threads))
         return nullptr;
-    const auto element = is_bfloat16 ? products::Element::bfloat16 : products::Element::float32;
-    const products::OneRow product{reinterpret_cast<void*>(weight),
+    const products::OneRow product{is_bfloat16 != 0,
+                                   reinterpret_cast<void*>(weight),
                                    reinterpret_cast<void*>(x),
                                    reinterpret_cast<void*>(bias),
                                    reinterpret_cast<void*>(out),
                                    num_rows,
                                    num_columns};
     Py_BEGIN_ALLOW_THREADS;
-    products::multiply(element, product, num_threads);
+    products::multiply(product, num_threads);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }

@@ -79,31 +79,29 @@ ALWAYS_INLINE void multiply_range(const OneRow& product, const float* x, size_t 
     }
 }
 
-ALWAYS_INLINE void multiply_any(Element element, const OneRow& product, const float* x,
-                                size_t first, size_t end) {
-    if (element == Element::float32)
-        multiply_range<shm::Native<float>>(product, x, first, end);
-    else
+ALWAYS_INLINE void multiply_any(const OneRow& product, const float* x, size_t first, size_t end) {
+    if (product.is_bfloat16)
         multiply_range<shm::Bfloat16>(product, x, first, end);
+    else
+        multiply_range<shm::Native<float>>(product, x, first, end);
 }
 
-using Multiply = void (*)(Element, const OneRow&, const float*, size_t, size_t);
+using Multiply = void (*)(const OneRow&, const float*, size_t, size_t);
 
-void multiply_plain(Element element, const OneRow& product, const float* x, size_t first,
-                    size_t end) {
-    multiply_any(element, product, x, first, end);
+void multiply_plain(const OneRow& product, const float* x, size_t first, size_t end) {
+    multiply_any(product, x, first, end);
 }
 
 // Not by target_clones: those for FMA ask the compiler's library for what an old one does not know.
 #if defined(__x86_64__)
-__attribute__((target("avx2,fma"))) void multiply_avx2(Element element, const OneRow& product,
-                                                       const float* x, size_t first, size_t end) {
-    multiply_any(element, product, x, first, end);
+__attribute__((target("avx2,fma"))) void multiply_avx2(const OneRow& product, const float* x,
+                                                       size_t first, size_t end) {
+    multiply_any(product, x, first, end);
 }
 
 __attribute__((target("avx512f,fma,prefer-vector-width=512"))) void multiply_avx512(
-    Element element, const OneRow& product, const float* x, size_t first, size_t end) {
-    multiply_any(element, product, x, first, end);
+    const OneRow& product, const float* x, size_t first, size_t end) {
+    multiply_any(product, x, first, end);
 }
 #endif
 
@@ -125,15 +123,17 @@ std::vector<float> widened(const uint16_t* x, size_t count) {
 
 }  // namespace
 
-void multiply(Element element, const OneRow& product, size_t num_threads) {
-    const bool is_wide = element == Element::float32;
+void multiply(const OneRow& product, size_t num_threads) {
     std::vector<float> floats;
-    if (!is_wide) floats = widened(static_cast<const uint16_t*>(product.x), product.num_columns);
-    const float* x = is_wide ? static_cast<const float*>(product.x) : floats.data();
-    const size_t most =
-        product.num_rows * product.num_columns * (is_wide ? 4 : 2) / nbytes_a_thread;
+    auto x = static_cast<const float*>(product.x);
+    if (product.is_bfloat16) {
+        floats = widened(static_cast<const uint16_t*>(product.x), product.num_columns);
+        x = floats.data();
+    }
+    const size_t itemsize = product.is_bfloat16 ? sizeof(uint16_t) : sizeof(float);
+    const size_t most = product.num_rows * product.num_columns * itemsize / nbytes_a_thread;
     static const Multiply multiply_rows = of_this_processor();
-    auto work = [&](size_t first, size_t end) { multiply_rows(element, product, x, first, end); };
+    auto work = [&](size_t first, size_t end) { multiply_rows(product, x, first, end); };
     parallel::for_ranges(product.num_rows, 1, most, num_threads, work);
 }
 

@@ -5,17 +5,16 @@
 
 namespace products {
 
-enum class Element { float32, bfloat16 };
-
-// out = weight x + bias. weight: [num_rows, num_columns], num_columns a multiple of 32; x:
-// [num_columns]; bias: [num_rows] or nullptr. Sums are in float32, and do not depend on the number
-// of threads.
+// out = weight x + bias, all float or, if is_bfloat16, bfloat16. weight: [num_rows, num_columns],
+// num_columns a multiple of 32; x: [num_columns]; bias: [num_rows] or nullptr. Sums are in float,
+// and do not depend on the number of threads.
 struct OneRow {
+    bool is_bfloat16;
     const void *weight, *x, *bias;
     void* out;
     size_t num_rows, num_columns;
 };
 
-void multiply(Element element, const OneRow& product, size_t num_threads);
+void multiply(const OneRow& product, size_t num_threads);
 
 }  // namespace products
