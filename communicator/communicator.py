@@ -312,7 +312,7 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
         me = self._backend.rank_name()
         check_peer(me, "recv_tensors", src, self.world_size, "src")
         if self._calls.pending is not None:
-            raise CommunicatorError(f"{me}: recv_tensors inside a group(): call it after that.")
+            raise CommunicatorError(f"{me}: recv_tensors inside a group(); call it outside.")
         return tensor_dict.read(self._backend, lambda tensor: self.recv(tensor, src))
 
     def broadcast_tensors(

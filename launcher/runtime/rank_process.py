@@ -143,7 +143,7 @@ def run_target(job: Job, info: LaunchInfo, report: Callable[[dict[str, Any]], ob
         code, is_rank = exit_code(error), os.getpid() == rank_pid
         if is_rank:
             report({"failure": describe(error, info)} if code else {"result": None})
-            sys.last_value = error if code else None  # what ends with this rank ends as after it
+            sys.last_value = error if code else None  # for exit handlers
         _call_excepthook(error, job, is_rank)
     else:
         if os.getpid() == rank_pid:

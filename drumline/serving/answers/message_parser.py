@@ -133,9 +133,9 @@ class TemplateParser(PlainText):
         for call in value if isinstance(value, list) else [value]:
             function = call["function"]
             if self._max_calls is None or self._num_calls < self._max_calls:
-                made = json.loads(to_json(function))  # without NaN or half characters
-                name, arguments = made["name"], made["arguments"]
-                text = arguments if isinstance(arguments, str) else to_json(arguments)
+                plain = json.loads(to_json(function))
+                name, arguments = plain["name"], plain["arguments"]
+                text = arguments if isinstance(arguments, str) else json.dumps(arguments)
                 deltas.append({"tool_calls": [_call(self._num_calls, name, text)]})
                 self._num_calls += 1
         return deltas
