@@ -25,6 +25,7 @@ from drumline.checkpoint.safetensors_index import check_unchanged, is_local, wri
 from drumline.checkpoint.source import Checkpoint, CheckpointFiles
 from drumline.checkpoint.weight_map import NotStreamable, WeightMap
 from drumline.core.consistency import check_same_on_all_ranks, model_facts, run_on_all_ranks
+from drumline.core.cpu.experts import use_fast_experts
 from drumline.core.cpu.products import use_fast_products
 from drumline.core.device_map import DeviceMap, abbreviate_names
 from drumline.core.group_monitor import monitored_loading
@@ -235,6 +236,7 @@ def connect_stages(
     """
     give_back_prompts(stage.model)
     use_fast_products(stage.model)
+    use_fast_experts(stage.model)
     if coor.world_size == 1:
         return distribute(stage, None)
     stage.model.eval()

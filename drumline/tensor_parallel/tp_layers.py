@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from communicator import Communicator
 from drumline.contact.loading.models import keep_experts_apart
+from drumline.core.cpu.experts import use_fast_experts
 from drumline.core.cpu.products import linear, use_fast_products
 from drumline.core.mixed_classes import mixed_class
 from drumline.errors import PlanError
@@ -33,6 +34,7 @@ def insert_collectives(model: nn.Module, styles: Styles, comm: Communicator) -> 
     comm: over the ranks of the "tp" axis, in its order. Gradients flow as they do on one rank.
     """
     use_fast_products(model)
+    use_fast_experts(model)
     modules = dict(model.named_modules())
     alone = [name for name in modules if styles.get(name) == tp_plan.SEQUENCE_PARALLEL]
     for name, style in styles.items():

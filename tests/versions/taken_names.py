@@ -111,6 +111,7 @@ TRANSFORMERS = {
 """Names that are imported, or taken as attributes."""
 
 UNDERSCORES = {
+    "_apply_gate": "what a stack of experts does between its two products, by family",
     "_attn_implementation": (
         "the attention of a config, which ranks must share; the public setter has no getter"
     ),

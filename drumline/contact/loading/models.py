@@ -72,6 +72,15 @@ def run_experts_singly(model: Any) -> None:
         model.set_experts_implementation("eager")
 
 
+def expert_gate(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """The function between the two products of a stack of experts, gate_up_proj and down_proj; None
+    for other modules, and for stacks that do something besides, or lie transposed."""
+    usual = {"has_gate": True, "is_transposed": False, "has_bias": False}
+    usual["has_post_expert_norm"] = False
+    is_usual = all(getattr(module, name, None) is value for name, value in usual.items())
+    return getattr(module, "_apply_gate", None) if is_usual else None
+
+
 @contextlib.contextmanager
 def loading_replaced(load: Callable[..., Any]) -> Iterator[None]:
     """Let load(cls, plain, path, *args, **options) load all models of the process meanwhile.

@@ -1,8 +1,9 @@
 """Products on a CPU. Memory is given by address; nothing about it is checked."""
 
-def multiply_row(
+def multiply_rows(
     is_bfloat16: bool,
     weight: int,
+    numbers: tuple[int, ...],
     x: int,
     bias: int,
     out: int,
@@ -11,4 +12,4 @@ def multiply_row(
     num_threads: int,
     /,
 ) -> None:
-    """out = weight x + bias, as csrc/products/one_row.h has it. bias: 0 for none."""
+    """out = weight[numbers] x + bias, as csrc/products/single_rows.h has it. bias: 0 for none."""

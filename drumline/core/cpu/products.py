@@ -54,22 +54,32 @@ def _forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # as nn.L
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     is_plain = type(x) is torch.Tensor and x.is_cpu and x.dtype is weight.dtype
-    is_usual = is_plain and _is_usual(weight) and (bias is None or _fits(bias, weight))
-    if not (is_usual and _only_values_count(x, weight)):
+    fits = is_plain and is_usual(weight) and (bias is None or _fits(bias, weight))
+    if not (fits and only_values_count(x, weight)):
         return F.linear(x, weight, bias)
-    if x.shape[-1:] == weight.shape[1:] and x.numel() == x.shape[-1] and _has_loop(weight):
-        return _multiply_row(x.contiguous(), weight, bias)
+    if x.shape[-1:] == weight.shape[1:] and x.numel() == x.shape[-1] and has_loop(weight):
+        return multiply_rows(x.contiguous(), weight, (0,), bias)
     if weight.dtype is torch.float32 and _has_onednn():
         return torch_private.onednn_linear(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
     return F.linear(x, weight, bias)
 
 
-def _multiply_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    rows, columns = weight.shape
+def multiply_rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    numbers: tuple[int, ...],
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The product of each row with the matrix of the stack that has its number.
+
+    x: [..., columns], contiguous, with as many rows as numbers; weight: [any, rows, columns].
+    """
+    rows, columns = weight.shape[-2:]
     out = x.new_empty((*x.shape[:-1], rows))
-    _products.multiply_row(
+    _products.multiply_rows(
         weight.dtype is torch.bfloat16,
         weight.data_ptr(),
+        numbers,
         x.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         out.data_ptr(),
@@ -80,7 +90,7 @@ def _multiply_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return out
 
 
-def _only_values_count(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def only_values_count(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """True where nothing but the product's values is asked for: no derivative, graph or cast."""
     return not (
         torch.is_grad_enabled()
@@ -95,7 +105,8 @@ def _only_values_count(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def _is_usual(weight: torch.Tensor) -> bool:
+def is_usual(weight: torch.Tensor) -> bool:
+    """True for values that lie one behind the other in memory of the CPU."""
     return (
         type(weight) in (torch.Tensor, nn.Parameter)
         and weight.layout is torch.strided
@@ -106,20 +117,21 @@ def _is_usual(weight: torch.Tensor) -> bool:
 
 def _fits(bias: torch.Tensor, weight: torch.Tensor) -> bool:
     is_equal = bias.dtype is weight.dtype and bias.shape == weight.shape[:1]
-    return is_equal and _is_usual(bias) and not torch_private.is_transformed(bias)
+    return is_equal and is_usual(bias) and not torch_private.is_transformed(bias)
 
 
 def _gains(weight: torch.Tensor) -> bool:
     return (
-        _is_usual(weight)
+        is_usual(weight)
         and weight.nbytes >= MIN_NBYTES
         and bool(torch.backends.mkldnn.enabled)
-        and (_has_loop(weight) or (weight.dtype is torch.float32 and _has_onednn()))
+        and (has_loop(weight) or (weight.dtype is torch.float32 and _has_onednn()))
     )
 
 
-def _has_loop(weight: torch.Tensor) -> bool:
-    return weight.dtype in LOOP_DTYPES and weight.dim() == 2 and weight.shape[1] % VECTOR == 0
+def has_loop(weight: torch.Tensor) -> bool:
+    """True if rows are multiplied with this matrix, or those of a stack, by the loop."""
+    return weight.dtype in LOOP_DTYPES and weight.shape[-1] % VECTOR == 0
 
 
 @functools.cache

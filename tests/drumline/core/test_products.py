@@ -40,14 +40,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         shapes.append(weight.shape)
         return product(x, weight, *rest)  # type: ignore[no-any-return]
 
-    multiply_row = _products.multiply_row
+    multiply_rows = _products.multiply_rows
 
-    def counted_row(*arguments: Any) -> None:
-        shapes.append(torch.Size(arguments[5:7]))
-        multiply_row(*arguments)
+    def counted_rows(*arguments: Any) -> None:
+        shapes.append(torch.Size(arguments[6:8]))
+        multiply_rows(*arguments)
 
     monkeypatch.setattr(torch_private, "onednn_linear", counted)
-    monkeypatch.setattr(_products, "multiply_row", counted_row)
+    monkeypatch.setattr(_products, "multiply_rows", counted_rows)
     assert products._has_onednn()
     shapes.clear()
     return shapes

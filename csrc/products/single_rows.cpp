@@ -1,4 +1,4 @@
-#include "products/one_row.h"
+#include "products/single_rows.h"
 
 #include <algorithm>
 #include <cstring>
@@ -65,42 +65,46 @@ ALWAYS_INLINE float sum_of_products(const Stored* row, const float* x, size_t co
     return parts[0];
 }
 
+// Rows of all products, counted through: [first, end).
 template <class Codec>
-ALWAYS_INLINE void multiply_range(const OneRow& product, const float* x, size_t first, size_t end) {
+ALWAYS_INLINE void multiply_range(const SingleRows& product, const float* x, size_t first,
+                                  size_t end) {
     using Stored = typename Codec::Stored;
     auto weight = static_cast<const Stored*>(product.weight);
     auto bias = static_cast<const Stored*>(product.bias);
     auto out = static_cast<Stored*>(product.out);
-    const size_t count = product.num_columns;
-    for (size_t row = first; row < end; row++) {
-        float sum = sum_of_products(weight + row * count, x, count);
+    const size_t count = product.num_columns, num_rows = product.num_rows;
+    for (size_t i = first; i < end; i++) {
+        const size_t row = i % num_rows, at = product.numbers[i / num_rows] * num_rows + row;
+        float sum = sum_of_products(weight + at * count, x + i / num_rows * count, count);
         if (bias) sum += Codec::widen(bias[row]);
-        out[row] = Codec::narrow(sum);
+        out[i] = Codec::narrow(sum);
     }
 }
 
-ALWAYS_INLINE void multiply_any(const OneRow& product, const float* x, size_t first, size_t end) {
+ALWAYS_INLINE void multiply_any(const SingleRows& product, const float* x, size_t first,
+                                size_t end) {
     if (product.is_bfloat16)
         multiply_range<shm::Bfloat16>(product, x, first, end);
     else
         multiply_range<shm::Native<float>>(product, x, first, end);
 }
 
-using Multiply = void (*)(const OneRow&, const float*, size_t, size_t);
+using Multiply = void (*)(const SingleRows&, const float*, size_t, size_t);
 
-void multiply_plain(const OneRow& product, const float* x, size_t first, size_t end) {
+void multiply_plain(const SingleRows& product, const float* x, size_t first, size_t end) {
     multiply_any(product, x, first, end);
 }
 
 // Not by target_clones: those for FMA ask the compiler's library for what an old one does not know.
 #if defined(__x86_64__)
-__attribute__((target("avx2,fma"))) void multiply_avx2(const OneRow& product, const float* x,
+__attribute__((target("avx2,fma"))) void multiply_avx2(const SingleRows& product, const float* x,
                                                        size_t first, size_t end) {
     multiply_any(product, x, first, end);
 }
 
 __attribute__((target("avx512f,fma,prefer-vector-width=512"))) void multiply_avx512(
-    const OneRow& product, const float* x, size_t first, size_t end) {
+    const SingleRows& product, const float* x, size_t first, size_t end) {
     multiply_any(product, x, first, end);
 }
 #endif
@@ -123,18 +127,19 @@ std::vector<float> widened(const uint16_t* x, size_t count) {
 
 }  // namespace
 
-void multiply(const OneRow& product, size_t num_threads) {
+void multiply(const SingleRows& product, size_t num_threads) {
     std::vector<float> floats;
     auto x = static_cast<const float*>(product.x);
+    const size_t count = product.numbers.size(), num_rows = count * product.num_rows;
     if (product.is_bfloat16) {
-        floats = widened(static_cast<const uint16_t*>(product.x), product.num_columns);
+        floats = widened(static_cast<const uint16_t*>(product.x), count * product.num_columns);
         x = floats.data();
     }
     const size_t itemsize = product.is_bfloat16 ? sizeof(uint16_t) : sizeof(float);
-    const size_t most = product.num_rows * product.num_columns * itemsize / nbytes_a_thread;
+    const size_t most = num_rows * product.num_columns * itemsize / nbytes_a_thread;
     static const Multiply multiply_rows = of_this_processor();
     auto work = [&](size_t first, size_t end) { multiply_rows(product, x, first, end); };
-    parallel::for_ranges(product.num_rows, 1, most, num_threads, work);
+    parallel::for_ranges(num_rows, 1, most, num_threads, work);
 }
 
 }  // namespace products
