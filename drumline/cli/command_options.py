@@ -377,7 +377,9 @@ _PATIENCE: Option = (("--patience",), PATIENCE_OPTION)
 _NODES = (
     _count("--nnodes", "number of nodes, each with this command; default: 1"),
     _count("--node-rank", "the index of this node", 0, low=0),
-    _option("--master-addr", "address of the first node; default: there, its only one", "ADDRESS"),
+    _option(
+        "--master-addr", "address of the first node; default: that of its default route", "ADDRESS"
+    ),
     _option(
         "--master-port",
         "port of the first node for the others; default: the same one always",

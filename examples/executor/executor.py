@@ -92,7 +92,7 @@ def work(path: str) -> None:
     """A worker. The first one speaks with the front end."""
     with (
         drumline.Coordinator(timeout_s=STEP_S) as coor,
-        drumline.Communicator(coor, timeout_s=STEP_S) as comm,
+        drumline.Communicator(coor, device_type="cpu", timeout_s=STEP_S) as comm,
         socket.socket(socket.AF_UNIX) as connection,
     ):
         model = Mlp(comm)

@@ -60,8 +60,9 @@ def loss_of(logits, targets):
 
 
 def device_of(coor):
-    """The GPU of this rank if there is one for it."""
-    return f"cuda:{coor.local_rank}" if torch.cuda.is_available() else "cpu"
+    """The GPU of this rank, if there is one for each; called on all ranks."""
+    has_gpus = coor.all_true(coor.local_rank < torch.cuda.device_count())
+    return f"cuda:{coor.local_rank}" if has_gpus else "cpu"
 
 
 def largest_error(found, expected):

@@ -104,8 +104,8 @@ def _add_nodes(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--master-addr",
         metavar="ADDRESS",
-        help=f"address of rank 0; default: {LOOPBACK}, or of several nodes the first one's only "
-        "address",
+        help=f"address of rank 0; default: {LOOPBACK}, or of several nodes that of the first "
+        "one's default route",
     )
     run.add_argument(
         "--master-port",

@@ -49,6 +49,11 @@ def test_the_header_is_installed_and_the_example_builds_with_it(tmp_path):
     assert (toy / "libtoy.so").exists()
 
 
+def test_the_example_builds_where_it_lies_in_the_source():
+    steps = subprocess.check_output(["make", "-n", "-B", "-C", EXAMPLE], text=True)
+    assert "-I../../csrc/abi " in steps
+
+
 @pytest.fixture
 def toy(folder):
     return folder / "libtoy.so"
