@@ -26,7 +26,13 @@ from drumline.checkpoint.headers.file_bounds import ADAPTER, FieldError
 from drumline.checkpoint.json_files import ADAPTER_CONFIG, ADAPTER_FILE, MERGE_ADAPTER, read_json
 from drumline.checkpoint.model_tensors import WeightSources, tied_names
 from drumline.checkpoint.safetensors_index import ComputedTensor, Index, StoredTensor, TensorReader
-from drumline.checkpoint.shard_plan import SourceSlice, parts_of, read_slices, whole_tensor
+from drumline.checkpoint.shard_plan import (
+    SourceSlice,
+    fills_exactly,
+    parts_of,
+    read_slices,
+    whole_tensor,
+)
 from drumline.checkpoint.source import CheckpointFiles, share_index
 from drumline.checkpoint.weight_map import dtype_overrides
 from drumline.core.shards import Region
@@ -212,7 +218,7 @@ class LoraAdapter:
             if not key.startswith(PREFIX):
                 raise self._error(f"has {key}, which peft would pass over: it is not {PREFIX}...")
             inside = replace(stored, file=str(self.files.path.resolve()))
-            name = key.removeprefix(PREFIX)
+            name = key.removeprefix(PREFIX).replace(".base_layer.", ".")  # of what has factors too
             if match := FACTORS.fullmatch(name):
                 factors.setdefault(f"{match[1]}.weight", {})[match[2]] = inside
             else:  # trained as it is, and saved whole
@@ -228,8 +234,9 @@ class LoraAdapter:
             is_changed = pieces[name] is not sources[name] or name in factors
             if is_changed and len(tied[name]) > 1:
                 raise self._error(f"changes one of {tied[name]}, which are tied")
+        unmerged = dict(extended)
         merged = {
-            name: self._merged_weight(model, name, pair, sources[name], index)
+            name: self._merged_weight(model, name, pair, pieces[name], unmerged)
             for name, pair in factors.items()
         }
         wide = dtype_overrides(model, dtype)
@@ -278,6 +285,8 @@ class LoraAdapter:
                 f"has lora_A {list(a.shape)} and lora_B {list(b.shape)} for {name} {list(shape)}, "
                 f"where r={r} makes them {[r, columns]} and {[rows, r]}"
             )
+        if not fills_exactly(base, shape):
+            raise self._error(f"has {name} {list(base[0].at.size)} in place of {list(shape)}")
         first = index[base[0].key]
         return MergedWeight(
             first.file,

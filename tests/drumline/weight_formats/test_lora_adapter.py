@@ -173,6 +173,36 @@ def test_tensors_that_were_trained_as_they_are_replace_those_of_the_model(
     assert on_master(path, 2, greedy, adapter=tmp_path / "adapter") == greedy(changed)
 
 
+@pytest.mark.parametrize("infix", [".base_layer", ""])
+def test_tensors_that_are_saved_whole_beside_their_factors_are_what_these_are_added_to(
+    checkpoints, on_master, tmp_path, infix
+):
+    """As peft saves an embedding with factors, and every bias for bias="all"."""
+    config = {**GPT2, "tie_word_embeddings": False}
+    plain, path = checkpoints.make("untied gpt2", "GPT2LMHeadModel", **config)
+    tensors = make_adapter(tmp_path / "adapter", plain, ("c_attn", "wte"), bias="all")
+    changed = type(plain).from_pretrained(path)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    saved = load_file(file)
+    for name in ("transformer.wte.weight", "transformer.h.1.attn.c_attn.bias"):
+        module, _, kind = name.rpartition(".")
+        whole = torch.randn_like(parameter := changed.get_parameter(name).detach())
+        parameter.copy_(whole)
+        saved[f"base_model.model.{module}{infix}.{kind}"] = whole
+    save_file(saved, file)
+    merged = merge(changed, tensors)
+    own = on_master(path, 1, weights, adapter=tmp_path / "adapter")
+    assert all(torch.equal(own[name], merged.get_parameter(name)) for name in own)
+
+
+def test_a_whole_tensor_of_another_shape_beside_its_factors_is_named(adapter_of):
+    def change(tensors):
+        tensors[QUERY.replace("lora_{}", "base_layer")] = torch.zeros(31, 32)
+
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight \[31, 32\] in place of \[32, 32\]"):
+        adapter_of({}, change=change)
+
+
 def loading(path, adapters, **options):
     def rank(info):
         with Coordinator(info, timeout_s=30) as coor:
