@@ -35,7 +35,7 @@ from drumline.checkpoint.source import (
 )
 from drumline.checkpoint.weight_map import stored_ties
 from drumline.contact.loading.configs import generation_settings_from_fields
-from drumline.contact.loading.hub import is_hub_id, local_folder
+from drumline.contact.loading.hub import is_hub_id, is_in_cache, local_folder
 from drumline.contact.loading.models import why_not_quantized
 from drumline.core.consistency import check_same, run_and_share
 from drumline.core.mesh import Mesh
@@ -169,7 +169,7 @@ def _find_files(
     _, looks = run_and_share(coor, look, list, timeout_s=timings.TIMINGS.load_s)
     folder, has_files = Path(looks[0][0] or path), [has for _, has in looks]
     if looks[0][0]:  # which the others did not look into
-        has_files = coor.allgather_object(_has_files(folder, options, is_fetched=True))
+        has_files = coor.allgather_object(_has_files(folder, options))
     return folder, [rank if has else 0 for rank, has in enumerate(has_files)]
 
 
@@ -278,15 +278,15 @@ def checkpoint_dtype(
     return resolved
 
 
-def _has_files(folder: Path, options: LoadOptions, is_fetched: bool = False) -> bool:
-    """is_fetched: by rank 0 from the Hub; a rank that has a part of it counts as without files."""
+def _has_files(folder: Path, options: LoadOptions) -> bool:
+    """False for a part of what is fetched from the Hub, too, as where a plan was made of it."""
     with contextlib.suppress(OSError, CheckpointError):  # of a folder that is closed to this user
         if file := gguf_path(folder, options.gguf_file):
             weights, needed = [file], [file]
         else:
             weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
             needed = [folder / "config.json"]
-            if is_fetched:
+            if is_in_cache(folder):
                 read_index(folder)
         if options.adapter is not None:
             needed.append(Path(options.adapter, ADAPTER_FILE))

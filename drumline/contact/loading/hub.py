@@ -39,6 +39,11 @@ def is_hub_id(path: str | Path) -> bool:
     return bool(ID.fullmatch(str(path))) and not _is_there(path)
 
 
+def is_in_cache(folder: Path) -> bool:
+    """True for a folder in the cache of huggingface_hub, which may have a part of a model."""
+    return folder.match("models--*/snapshots/*")
+
+
 def _is_there(path: str | Path) -> bool:
     try:
         os.stat(path)

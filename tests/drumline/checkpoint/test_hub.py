@@ -277,11 +277,27 @@ def test_a_part_of_a_download_is_not_read(checkpoints, tmp_path):
     """A machine where a plan had been made had no weights, and its ranks did not get them from rank
     0: the model was not whole."""
     plain, _ = checkpoints.llama()
-    plain.save_pretrained(tmp_path, max_shard_size="100KB")
-    assert opening._has_files(tmp_path, LoadOptions(), is_fetched=True)
-    next(tmp_path.glob("*.safetensors")).unlink()
-    assert not opening._has_files(tmp_path, LoadOptions(), is_fetched=True)
-    assert opening._has_files(tmp_path, LoadOptions())  # a copy that is not whole is an error
+    folder = tmp_path / "models--tests--llama" / "snapshots" / COMMIT
+    plain.save_pretrained(folder, max_shard_size="100KB")
+    assert opening._has_files(folder, LoadOptions())
+    next(folder.glob("*.safetensors")).unlink()
+    assert not opening._has_files(folder, LoadOptions())
+    folder = folder.rename(tmp_path / "copy")
+    assert opening._has_files(folder, LoadOptions())  # a copy that is not whole is an error
+
+
+def test_a_rank_that_is_given_a_part_of_a_download_is_sent_its_layers(
+    checkpoints, on_master, tmp_path
+):
+    """As commands give it the folder of rank 0; it was taken for a copy that is not whole."""
+    plain, _ = checkpoints.llama()
+    here, part = (tmp_path / host / "models--a--b" / "snapshots" / COMMIT for host in "01")
+    for folder in (here, part):
+        plain.save_pretrained(folder, max_shard_size="100KB")
+    next(part.glob("*.safetensors")).unlink()
+    tokens = torch.tensor([[5, 6, 7]])
+    logits = on_master(here, 2, lambda model: model(tokens).logits, part)
+    assert torch.equal(logits, plain(tokens).logits)
 
 
 def test_a_folder_is_opened_in_four_exchanges(checkpoints, monkeypatch):
