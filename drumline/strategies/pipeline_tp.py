@@ -21,6 +21,7 @@ from coordinator import Coordinator
 from drumline.checkpoint.model_tensors import named_tensors, tied_names
 from drumline.checkpoint.plan_executor import LoadStats
 from drumline.checkpoint.shard_loader import plan_on_all_ranks
+from drumline.checkpoint.weight_map import stored_ties
 from drumline.core.consistency import check_same_on_all_ranks, model_facts, run_on_all_ranks
 from drumline.core.device_map import DeviceMap, Place, abbreviate_names
 from drumline.core.group_monitor import GroupMonitor, monitored_loading
@@ -135,7 +136,8 @@ def _plan(coor: Coordinator, mesh: Mesh, sharded: ShardedModel, options: LoadOpt
     """The layers of each stage, the same on every rank. Collective."""
     mode = "auto" if options.device_map in (None, "meta") else options.device_map
     shrink(sharded.model, sharded.splits, mesh, 0)
-    parts, model = profile_model(sharded.model), sharded.model
+    model = sharded.model
+    parts = profile_model(model, stored=stored_ties(model, sharded.files.index))
     if options.length:
         sizes = (options.pass_batch, options.length)
         measured = functools.partial(memory_of_model, model, parts, *sizes)

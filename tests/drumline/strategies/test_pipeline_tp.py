@@ -1,8 +1,10 @@
 """Stages of ranks that shard their layers: the master drives, and says what one process says."""
 
 import copy
+import json
 import math
 import re
+import shutil
 import threading
 
 import pytest
@@ -134,6 +136,19 @@ def test_every_rank_holds_its_part_of_its_stage(family, monkeypatch):
     norms = sum(p.nbytes for p in plain.parameters() if p.dim() == 1)
     assert max(done.share for done in shares.values()) < 0.35 * whole
     assert whole <= sum(done.share for done in shares.values()) <= whole + norms
+
+
+def test_a_head_that_was_trained_apart_is_planned_as_large_as_it_is_loaded(family, tmp_path):
+    """It was taken for tied, as its config says, and its stage had no room for it."""
+    _, path = family("llama")
+    shutil.copytree(path, tmp_path / "apart")
+    config = json.loads((path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "apart" / "config.json").write_text(json.dumps(config))
+    sizes = [
+        on_master(where, 2, lambda model: model.device_map.nbytes, mesh={"pp": 2, "tp": 1})
+        for where in (path, tmp_path / "apart")
+    ]
+    assert sizes[0] == sizes[1]
 
 
 def test_stages_without_tensor_parallelism_are_tp_groups_of_one(family):
