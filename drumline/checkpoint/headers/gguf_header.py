@@ -30,6 +30,9 @@ from drumline.errors import CheckpointError
 SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 STRING, ARRAY = 8, 9
 TOKENS, CHARACTERS = "tokenizer.ggml.tokens", "tokenizer.ggml.precompiled_charsmap"
+PADDING = "tokenizer.ggml.padding_token_id"
+NEEDED_WORDS = {f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "unknown")}
+"""Ids that are in the vocabulary; llama.cpp passes over others that are not, such as padding's."""
 REQUIRED = ("block_count", "context_length", "embedding_length")
 """Fields without which llama.cpp loads no model; transformers takes another model's values."""
 
@@ -99,7 +102,7 @@ class _HeaderReader:
     fields: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, GgufTensorInfo] = field(default_factory=dict)
     lengths: dict[str, int] = field(default_factory=dict)  # of all arrays with a bound
-    parts: list[bytes] = field(default_factory=list)  # of the summary
+    parts: dict[str, bytes] = field(default_factory=dict)  # by their keys, of the summary
 
     def read(self) -> GgufHeader:
         if self._take(4, "magic") != b"GGUF":
@@ -153,7 +156,7 @@ class _HeaderReader:
         if not is_long and not isinstance(value, ArrayLength):
             nbytes = self.stream.tell() - start
             self.stream.seek(start)
-            self.parts.append(_string_bytes(key) + self._take(nbytes, key))
+            self.parts[key] = _string_bytes(key) + self._take(nbytes, key)
 
     def _value(self, key: str, kind: int) -> Any:
         if kind == ARRAY:
@@ -247,20 +250,23 @@ def _string_bytes(text: str) -> bytes:
 
 
 def _summary(
-    version: int, parts: list[bytes], fields: Mapping[str, Any], tensors: Iterable[str]
+    version: int, parts: Mapping[str, bytes], fields: Mapping[str, Any], tensors: Iterable[str]
 ) -> bytes:
     """A GGUF file with some fields of another, the number of its words, and its tensors as scalars.
 
     For others' readers, which make an object of each word. transformers takes the number from
-    either of two places, and the latter from any model whose own field does not follow.
+    either of two places, and the latter from any model whose own field does not follow. A
+    padding outside the vocabulary is left out, as llama.cpp does.
     """
     if isinstance(words := fields.get(TOKENS), ArrayLength):
+        has_padding = fields.get(PADDING) in range(words.length)
+        parts = {key: part for key, part in parts.items() if has_padding or key != PADDING}
         keys = {TOKENS, "llama.vocab_size"} - {*fields} | {TOKENS}
-        counts = [_string_bytes(key) + struct.pack("<II", 4, words.length) for key in keys]
-        parts = counts + parts
+        count = struct.pack("<II", 4, words.length)
+        parts = {key: _string_bytes(key) + count for key in keys} | parts
     infos = [_string_bytes(name) + struct.pack("<IQIQ", 1, 1, 0, 0) for name in tensors]
     header = struct.pack("<4sIQQ", b"GGUF", version, len(infos), len(parts))
-    return b"".join((header, *parts, *infos, bytes(MAX_ALIGNMENT + 4)))
+    return b"".join((header, *parts.values(), *infos, bytes(MAX_ALIGNMENT + 4)))
 
 
 def _padded(nbytes: int, alignment: int) -> int:
@@ -326,7 +332,8 @@ def _check_vocabulary(fields: Mapping[str, Any], tensors: Mapping[str, GgufTenso
             f"{list(embedding.shape)}"
         )
     for key, value in fields.items():
-        if key.startswith("tokenizer.ggml.") and key.endswith("_token_id"):
+        is_id = key.startswith("tokenizer.ggml.") and key.endswith("_token_id")
+        if is_id and (key in NEEDED_WORDS or type(value) is not int):
             TOKEN_ID.check(value, key, num_tokens - 1)
 
 

@@ -271,6 +271,18 @@ def test_what_lies_is_named_within_a_second(whole, file, name):
     assert time.process_time() - start < 1
 
 
+@pytest.mark.parametrize("name", ["padding", "seperator"])
+def test_a_padding_outside_the_vocabulary_is_left_out(whole, file, name):
+    """Such files, which llama.cpp takes, were said not to be whole."""
+    parts = whole.copy()
+    parts.set(f"tokenizer.ggml.{name}_token_id", U32, 2**32 - 1)
+    file.write_bytes(parts.to_bytes())
+    assert open_gguf(file).config.pad_token_id is None
+    parts.set("tokenizer.ggml.padding_token_id", U32, 3)
+    file.write_bytes(parts.to_bytes())
+    assert open_gguf(file).config.pad_token_id == 3
+
+
 def renamed(parts):
     entry(parts)[0] = "blk.0.attn_qq.weight"
 
