@@ -218,7 +218,11 @@ class _HeaderReader:
             if name in self.tensors:
                 raise FieldError(f"the tensor {name} appears twice")
             if kind not in self.block_sizes:
-                raise FieldError(f"{name} is of type {kind}, which the library gguf does not know")
+                raise CheckpointError(
+                    f"{self.stream.name}: {name} is of type {kind}, which the library gguf of this "
+                    "rank does not know; give a file of another type, install another version of "
+                    "gguf, or, if none knows it, copy the file again."
+                )
             num_elements, block_nbytes = self.block_sizes[kind]
             if shape[-1] % num_elements:
                 raise FieldError(

@@ -283,6 +283,16 @@ def test_a_padding_outside_the_vocabulary_is_left_out(whole, file, name):
     assert open_gguf(file).config.pad_token_id == 3
 
 
+def test_a_type_that_the_library_does_not_know_is_no_damage(whole, file):
+    parts = whole.copy()
+    tensor(2, 200)(parts)
+    file.write_bytes(parts.to_bytes())
+    with pytest.raises(
+        CheckpointError, match=rf"{QUERY} is of type 200, .* another version of gguf"
+    ):
+        open_gguf(file)
+
+
 def renamed(parts):
     entry(parts)[0] = "blk.0.attn_qq.weight"
 
