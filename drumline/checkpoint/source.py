@@ -23,7 +23,11 @@ from drumline.checkpoint.config_files import code_digest, read_config, remote_cl
 from drumline.checkpoint.copy_check import CopyCheck, file_identity, group_by_copy
 from drumline.checkpoint.model_tensors import WeightSources
 from drumline.checkpoint.safetensors_index import Index
-from drumline.contact.loading.configs import config_from_fields, knows_model_type
+from drumline.contact.loading.configs import (
+    config_from_fields,
+    hoist_quantization,
+    knows_model_type,
+)
 from drumline.contact.releases import installed
 from drumline.core.consistency import check_same_on_all_ranks, run_and_share, run_on_all_ranks
 from drumline.errors import CheckpointError, DrumlineError
@@ -159,12 +163,12 @@ def choose_config(stored: Any, user_config: Any) -> Any:
     The class and the dtype that the user's leaves open are those of the stored one.
     """
     if user_config is None:
-        return stored
+        return hoist_quantization(stored)
     config = copy.deepcopy(user_config)
     for name in ("architectures", "dtype"):
         if getattr(config, name, None) is None:
             setattr(config, name, getattr(stored, name, None))
-    return config
+    return hoist_quantization(config)
 
 
 def config_from_json(fields: Mapping[str, Any]) -> Any:

@@ -217,7 +217,8 @@ def describe_checkpoint(
     if file := gguf_path(path, options.gguf_file):
         files: CheckpointFiles = weight_format("gguf_file").open_gguf(file)
     else:
-        config = read_config(path, options.adapter, options.trust_remote_code)
+        stored = read_config(path, options.adapter, options.trust_remote_code)
+        config = choose_config(stored, None)
         files = CheckpointFiles(Path(path), read_index(path), (0,), config)
     has_to_keep = _is_quantized(files, options) and bool(why_not_quantized(files.config))
     checkpoint = _described(files, None, None, options, options.dequantize or has_to_keep)

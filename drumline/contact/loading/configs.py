@@ -136,6 +136,15 @@ def lacks_window(config: Any) -> bool:
     return has_windows and getattr(decoder, "sliding_window", 0) is None
 
 
+def hoist_quantization(config: Any) -> Any:
+    """The config, which itself says how the weights of its decoder are quantized, as transformers
+    takes it."""
+    own = vars(config.get_text_config(decoder=True)).pop("quantization_config", None)
+    if own is not None and getattr(config, "quantization_config", None) is None:
+        config.quantization_config = own
+    return config
+
+
 def without_quantization(config: Any) -> Any:
     """The config of the same model with plain weights."""
     plain = copy.deepcopy(config)

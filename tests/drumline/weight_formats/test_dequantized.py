@@ -98,6 +98,35 @@ def test_fp8_weights_with_scales_of_blocks_are_those_of_one_process(
     assert_equal(on_master(folder, 2, result, dequantize=True, device_map=device_map), plain)
 
 
+def test_a_decoder_whose_own_config_says_that_it_is_quantized_is_dequantized(
+    checkpoints, on_master, ranks_or_errors, tmp_path
+):
+    """Its weights were loaded without their scales."""
+    vision = {"model_type": "clip_vision_model", "num_hidden_layers": 2, "hidden_size": 32}
+    vision |= {"num_attention_heads": 4, "intermediate_size": 48, "image_size": 16, "patch_size": 8}
+    config = {"text_config": {"model_type": "llama", **SMALL}, "vision_config": vision}
+    _, path = checkpoints.make("llava 64", "LlavaForConditionalGeneration", **config)
+
+    def rewrite(name, tensor):
+        return to_fp8(name, tensor) if "_proj" in name and "language_model" in name else None
+
+    folder = quantized_folder(path, tmp_path / "fp8", rewrite, FP8)
+    expected = on_master(folder, 1, result, dequantize=True)
+    fields = json.loads((folder / "config.json").read_text())
+    fields["text_config"]["quantization_config"] = fields.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(fields))
+    tokens, own = on_master(folder, 1, result, dequantize=True)
+    assert tokens == expected[0]
+    assert all(torch.equal(own[name], expected[1][name]) for name in expected[1])
+
+    def rank(info):
+        with Coordinator(info, timeout_s=30) as coor:
+            drumline.load(folder, coor=coor, tp=2)
+
+    for error in ranks_or_errors(rank, 2):
+        assert isinstance(error, drumline.PlanError) and "is quantised (fp8)" in str(error)
+
+
 def test_each_rank_reads_the_bytes_of_its_own_layers_only(checkpoints, on_master, tmp_path):
     _, path = checkpoints.make("LlamaForCausalLM of 64", "LlamaForCausalLM", **SMALL)
     folder = quantized_folder(path, tmp_path / "fp8", to_fp8, FP8)
