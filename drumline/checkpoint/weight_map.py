@@ -124,7 +124,8 @@ def _operate(
         return {target: [chunk] for target, chunk in zip(targets, chunks, strict=True)}
     raise NotStreamable(
         f"{name} is made by {operation.kind}, which computes what it loads, so no rank could read "
-        "its own part only; load this model with device_map, without a mesh."
+        "its own part only; load this model with device_map, without a mesh or dequantize=True, "
+        "from files on every rank and, if it is quantized, with the library of its format."
     )
 
 
