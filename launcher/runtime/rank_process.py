@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import io
 import os
@@ -183,7 +184,8 @@ def _report(fd: int, pipe: os.stat_result, record: dict[str, Any]) -> None:
 def exit_code(error: BaseException) -> int:
     """The exit code of a process that error ends; prints the text that sys.exit got instead."""
     if isinstance(error, SystemExit) and not isinstance(error.code, (int, type(None))):
-        print(_text_of(error), file=sys.stderr)
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it, or it is closed
+            print(_text_of(error), file=sys.stderr)
     return _code_of(error)
 
 
@@ -212,9 +214,11 @@ def describe(error: BaseException, info: LaunchInfo) -> dict[str, Any]:
 
 def _blamed(error: BaseException) -> list[int]:
     """The ranks whose failure the error reports, or the one before it; -1: of an unknown one."""
-    if hasattr(error, "peer") and getattr(error, "failures", None) == ():
+    failures = getattr(error, "failures", None)
+    failures = failures if isinstance(failures, (list, tuple)) else [None]  # a count of its own
+    if hasattr(error, "peer") and not failures:
         return [-1]
-    reports = [*getattr(error, "failures", ()), error, error.__cause__ or error.__context__]
+    reports = [*failures, error, error.__cause__ or error.__context__]
     ranks = [getattr(getattr(report, "peer", None), "rank", None) for report in reports]
     return [rank for rank in ranks if type(rank) is int]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -32,6 +34,33 @@ def test_an_exception_whose_str_raises_ends_the_launch():
     with pytest.raises(launcher.LaunchError, match="no message: its __str__ raised") as raised:
         launcher.launch(raise_unprintable, 2, launcher="threads", timeout_s=10)
     assert raised.value.failures[0].type == "Unprintable"
+
+
+class GaveUpError(Exception):
+    failures = 3
+
+
+def give_up():
+    raise GaveUpError
+
+
+def say_why_to_nobody():
+    sys.stderr = io.TextIOWrapper(io.FileIO("/dev/full", "w"), line_buffering=True)
+    sys.exit("nothing to train on")
+
+
+@pytest.mark.parametrize("name", ["threads", "multiprocessing"])
+@pytest.mark.parametrize(
+    ("work", "error"), [(give_up, "GaveUpError"), (say_why_to_nobody, "SystemExit")]
+)
+def test_a_failure_is_told_whatever_its_attributes_and_whoever_reads(
+    monkeypatch, name, work, error
+):
+    """Ranks that are threads were waited for without an end, and the others failed unnamed."""
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    with pytest.raises(launcher.LaunchError) as raised:
+        launcher.launch(work, 1, launcher=name, timeout_s=20)
+    assert [failure.type for failure in raised.value.failures] == [error]
 
 
 @pytest.mark.parametrize(
