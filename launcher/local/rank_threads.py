@@ -22,7 +22,7 @@ from launcher.system.held_forks import TOO_MANY_PROCESSES
 
 
 def run(job: Job) -> list[Any]:
-    """Each rank's result, by rank. Raises LaunchError with the first exception as its __cause__."""
+    """Each rank's result, by rank. Raises LaunchError, with the cause's exception as __cause__."""
     with ports.listen(job.launch_id, job.master_addr, job.master_port) as listener:
         secret_fd = launch_secret.create()
         extras = {"secret_fd": str(secret_fd)}
@@ -101,8 +101,9 @@ class RankThreads:
         note = f"Threads cannot be ended from outside: rank {', '.join(running)} still runs."
         if not self.errors:
             return errors.timed_out(self.job.timeout_s, note=f". {note}")
-        error = errors.failed([failure for failure, _ in self.errors], note if running else "")
-        error.__cause__ = self.errors[0][1]
+        failures = errors.by_cause(failure for failure, _ in self.errors)
+        error = errors.failed(failures, note if running else "")
+        error.__cause__ = next(raised for cause, raised in self.errors if cause is failures[0])
         return error
 
 

@@ -127,6 +127,25 @@ def test_ctrl_c_ends_threads_without_a_traceback(command):
     assert "stopped by SIGINT" in err and "Traceback" not in err
 
 
+class RankLostError(Exception):
+    peer, failures = None, ()
+
+
+def test_the_cause_among_threads_is_told_before_its_consequence():
+    """A rank that waits in close() is through only after those which it has failed."""
+
+    def work():
+        if launcher.current().rank == 1:
+            raise RankLostError
+        time.sleep(0.2)
+        raise ValueError("planned")
+
+    with pytest.raises(launcher.LaunchError, match=r"rank 0 .* raised ValueError") as raised:
+        launcher.launch(work, 2, launcher="threads")
+    assert [failure.rank for failure in raised.value.failures] == [0, 1]
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
 def test_a_thread_that_does_not_end_is_named(monkeypatch):
     monkeypatch.setattr(timings, "TIMINGS", timings.TIMINGS.scaled(0.1))
     finished = threading.Event()
