@@ -293,7 +293,9 @@ class Supervisor:
         self._after(timings.TIMINGS.stop_grace_s, self._kill)
 
     def _on_timeout(self) -> None:
-        """Collect every rank's stack, then end the ranks."""
+        """Collect every rank's stack, then end the ranks, unless they have ended or are ending."""
+        if self.is_ending or not self.server_lives:
+            return
         self._set_end_reason(outcome.timed_out(self.job, self.ranks))
         self._signal(DUMP_SIGNAL, self._running())
         times = timings.TIMINGS

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
-from launcher import errors
+import launcher
+from launcher import errors, timings
 from launcher.errors import Failure
 
 FAULTY = str(Path(__file__).parents[1] / "programs" / "faulty.py")
@@ -135,6 +138,22 @@ def test_a_timeout_shows_the_stacks_of_every_rank(command):
     assert ended.code == 124
     assert "rank 0 was here" in ended.err and "rank 1 was here" in ended.err
     assert ended.err.count("in wait_for_ever") == 2
+
+
+def fail_while_the_other_is_deaf():
+    if launcher.current().rank == 0:
+        time.sleep(0.5)
+        raise ValueError("planned")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(3)
+
+
+def test_a_failure_is_the_cause_though_the_others_end_only_after_the_timeout(monkeypatch):
+    longer = dataclasses.replace(timings.TIMINGS, failure_grace_s=60)
+    monkeypatch.setattr(timings, "TIMINGS", longer)
+    with pytest.raises(launcher.LaunchError, match="planned") as raised:
+        launcher.launch(fail_while_the_other_is_deaf, 2, timeout_s=3)
+    assert raised.value.exit_code == 1
 
 
 def test_a_failure_ends_the_launch_while_a_thread_keeps_the_process(command):

@@ -74,6 +74,16 @@ def test_a_slow_reader_loses_nothing_and_does_not_hide_a_failure(command, tmp_pa
     assert "unseen" in err and process.returncode == 1
 
 
+def test_a_reader_that_is_slower_than_the_timeout_does_not_fail_ranks_that_have_ended(command):
+    script = command.script("print('0123456789' * 20_000)")
+    process = command.start("run", "-n", "1", "--timeout", "3", script)
+    deadline = time.monotonic() + 3.5
+    while len(command.left()) > 1 or time.monotonic() < deadline:
+        time.sleep(0.1)
+    out, err = process.communicate(timeout=20)
+    assert len(out) > 200_000 and process.returncode == 0, err
+
+
 def test_log_dir_has_a_file_per_rank_and_stream_with_unchanged_bytes(command, tmp_path):
     logs = tmp_path / "new" / "logs"
     script = command.script(
