@@ -170,7 +170,7 @@ def _watch(
             process = subprocess.Popen(
                 command, env=environ, start_new_session=True, pass_fds=[holder_fd]
             )
-    except OSError:
+    except BaseException:
         stop_signals.unblock()
         linux.end_adopting()
         raise

@@ -100,6 +100,18 @@ def test_signals_come_again_after_a_launch_whose_loop_could_not_begin(monkeypatc
     assert not blocked & {*stop_signals.STOP_SIGNALS}
 
 
+@pytest.mark.parametrize("argument", ["a\0b", "\ud800"])
+def test_signals_come_again_after_an_argument_that_no_command_can_have(tmp_path, argument):
+    (tmp_path / "script.py").touch()
+    try:
+        with pytest.raises(ValueError, match=r"null byte|surrogates"):
+            launcher.launch(tmp_path / "script.py", launcher="torchrun", args=(argument,))
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        stop_signals.unblock()
+    assert not blocked & {*stop_signals.STOP_SIGNALS}
+
+
 def has_wave():
     return "wave" in sys.modules
 
