@@ -52,8 +52,9 @@ def telling_other_nodes(job: Job) -> Iterator[Callable[[Failure], None]]:
     threads: list[threading.Thread] = []
 
     def tell(failure: Failure) -> None:
-        is_first = job.node_rank == 0
-        if not failure.ended_by_launcher and (is_first or not failure.blames):
+        is_first = job.node_rank == 0  # which has one port, at which to say one reason
+        is_to_be_told = not threads if is_first else not failure.blames
+        if not failure.ended_by_launcher and is_to_be_told:
             work = _send_others_away if is_first else _join_and_leave
             place = _MeetingPoint(job)
             threads.append(threading.Thread(target=work, args=(place, failure), daemon=True))

@@ -802,6 +802,17 @@ def test_the_launcher_in_place_of_rank_0_ends_once_each_other_node_has_heard():
     assert time.monotonic() - begun < timings.TIMINGS.node_end_s / 2
 
 
+def test_the_first_launcher_ends_once_the_others_have_heard_though_two_of_its_ranks_failed():
+    """The second failure waited ten seconds for nodes which had heard of the first."""
+    begun = time.monotonic()
+    failed = job(0, secret=bytes(32), ranks_of_nodes=(2, 1, 1))
+    with failed_rank.telling_other_nodes(failed) as tell:
+        tell(errors.Failure(0, type="ImportError"))
+        tell(errors.Failure(1, type="ImportError"))
+        assert all("rank 0 (" in join_in_vain(failed, rank) for rank in (2, 3))
+    assert time.monotonic() - begun < timings.TIMINGS.node_end_s / 2
+
+
 def test_a_node_whose_own_rank_is_the_cause_is_not_told():
     """The first launcher of two ended 10 s late, when rank 0 had raised for a rank of the other."""
     begun = time.monotonic()
