@@ -20,17 +20,28 @@ def meet(job: Job) -> Job:
     limit_s = timings.TIMINGS.node_wait_s if job.timeout_s is None else job.timeout_s
 
     def stop(number: int) -> None:
-        raise errors.interrupted(number)
+        raise _Stopped(number)
 
-    with stop_signals.handled_by(stop):
-        if job.node_rank == 0:
-            with contextlib.closing(NodeLeader(job)) as leader:
-                try:
-                    return leader.meet(limit_s)
-                except errors.LaunchInterrupted as stopped:
-                    leader.end(f"the command of the first node was {stopped}")
-                    raise
-        with contextlib.closing(NodeFollower(job)) as follower:
-            attempt = follower.join(limit_s)
-        assert attempt is not None  # a leader that does not stay ends with an error alone
-        return attempt
+    try:
+        with stop_signals.handled_by(stop):
+            return _meet(job, limit_s)
+    except _Stopped as stopped:
+        raise errors.interrupted(*stopped.args) from None
+
+
+class _Stopped(KeyboardInterrupt):
+    """A stop signal. No Exception: that would end one connection alone, where it comes in one."""
+
+
+def _meet(job: Job, limit_s: float) -> Job:
+    if job.node_rank == 0:
+        with contextlib.closing(NodeLeader(job)) as leader:
+            try:
+                return leader.meet(limit_s)
+            except _Stopped as stopped:
+                leader.end(f"the command of the first node was {errors.interrupted(*stopped.args)}")
+                raise
+    with contextlib.closing(NodeFollower(job)) as follower:
+        attempt = follower.join(limit_s)
+    assert attempt is not None  # a leader that does not stay ends with an error alone
+    return attempt

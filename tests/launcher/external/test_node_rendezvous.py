@@ -281,16 +281,20 @@ def test_what_a_node_runs_is_what_the_first_was_given_and_is_shown_as_text():
     assert place.command == words and "drumline run who.py 'a?b??c' '?'" in str(place)
 
 
+@pytest.mark.parametrize("method", ["meet", "_note_return"])
 @pytest.mark.parametrize("number", stop_signals.STOP_SIGNALS)
-def test_nodes_that_wait_hear_of_a_signal_to_the_first(quick, monkeypatch, number):
-    """They waited for its return until their deadline, five minutes."""
+def test_nodes_that_wait_hear_of_a_signal_to_the_first(quick, monkeypatch, number, method):
+    """They waited for its return until their deadline, five minutes. One that came while the first
+    served a connection was taken for an error of that, and lost."""
 
     def stopped_once_a_node_waits(leader, _):
         while not leader.nodes:
             leader.step(0.05)
         signal.raise_signal(number)
 
-    monkeypatch.setattr(node_leader.NodeLeader, "meet", stopped_once_a_node_waits)
+    stopped_in = {"meet": stopped_once_a_node_waits}
+    stopped_in["_note_return"] = lambda *_: signal.raise_signal(number)
+    monkeypatch.setattr(node_leader.NodeLeader, method, stopped_in[method])
     handler = signal.signal(number, lambda *_: None)  # of a test's own, which ends nothing
     nodes = Nodes()
     nodes.start(1)
