@@ -19,9 +19,9 @@ from drumline.serving import protocol
 Delta = dict[str, Any]
 """An addition to a message: content, reasoning_content, or tool_calls with their index."""
 
-UNPARSED = (ValueError, KeyError, TypeError, RecursionError)
+UNPARSED = (ValueError, KeyError, TypeError, RecursionError, re.error)
 """By these transformers' parser and the form of calls refuse what a model wrote: it may not be
-JSON, have other fields or types, or be nested too deeply."""
+JSON, have other fields or types, or be nested too deeply, or end as only `regex` can tell."""
 
 MAY_BE_EMPTY = r"\\[sn][*?]|\(\?:|[\^(]|\\"
 """In patterns, what a text need not have, the beginnings of groups, and what escapes."""
@@ -83,8 +83,11 @@ class TemplateParser(PlainText):
 
     uses_special_tokens = True
 
-    def __init__(self, parser: Any, max_calls: int | None, is_continued: bool) -> None:
+    def __init__(
+        self, parser: Any, closings: Sequence[str], max_calls: int | None, is_continued: bool
+    ) -> None:
         self._parser, self._max_calls, self._num_calls = parser, max_calls, 0
+        self._closing = "|".join([*closings, r"\Z"])  # what ends a call, or the end
         self._unsent, self._is_cut = "", False  # text that is in no delta yet
         self._field, self._space = "", ""  # of the last text, and the white space at its end
         for event in parser.initial_events if is_continued else ():
@@ -104,21 +107,25 @@ class TemplateParser(PlainText):
         if self._parser is None:
             return super().feed(text)
         self._unsent += text
+        deltas = list[Delta]()
         try:
-            events = self._parser.finalize()[1] if is_end else self._parser.feed(text)
-            return [delta for event in events for delta in self._deltas(event)]
+            for event in self._parser.finalize()[1] if is_end else self._parser.feed(text):
+                deltas += self._deltas(event)
         except UNPARSED:  # what a model wrote is not what its template says
             self._parser = None
-            return super().feed(self._unsent)
+            deltas += super().feed(self._unsent)
+        return deltas
 
     def _deltas(self, event: dict[str, Any]) -> list[Delta]:
         kind, field = event["type"], event["field"]
         if kind == "region_close" and field == "tool_calls":
-            text, self._unsent = self._unsent, ""
-            return self._text("content", text) if self._is_cut else self._calls(event["value"])
+            text, end = self._unsent, re.search(self._closing, self._unsent, re.DOTALL)
+            deltas = self._text("content", text) if self._is_cut else self._calls(event["value"])
+            self._unsent = text[end.end() :] if end and not self._is_cut else ""
+            return deltas
         if kind != "region_chunk" or event["dirty"]:
             return []
-        self._unsent = self._unsent.rpartition(event["text"])[2]
+        self._unsent = self._unsent.partition(event["text"])[2]
         name = "reasoning_content" if field in REASONING_FIELDS else field
         return self._text(name, event["text"]) if name in ("content", "reasoning_content") else []
 
@@ -187,7 +194,8 @@ def message_parser(
     except UNPARSED:  # the beginning of the answer, in the prompt, is not what its template says
         return PlainText()
     is_continued = request.continue_final_message and text == text.rstrip()
-    calls = TemplateParser(parser, None if request.parallel_tool_calls else 1, is_continued)
+    max_calls = None if request.parallel_tool_calls else 1
+    calls = TemplateParser(parser, _patterns(template, "close"), max_calls, is_continued)
     if request.json_schema is None:
         return calls
     return JsonOrCall(calls, call_starts(tokenizer, request), tokenizer.all_special_tokens)
@@ -197,14 +205,10 @@ def call_starts(tokenizer: Any, request: protocol.GenerationRequest) -> dict[str
     """The tokens with which a call begins that may come in place of JSON, by their texts. Raises
     ValueError if a call would begin with none of its own."""
     template = getattr(tokenizer, "response_template", None) or {"fields": {}}
-    field = template["fields"].get("tool_calls")
-    if not field or request.json_schema is None or not getattr(request, "may_call", False):
+    is_needed = request.json_schema is not None and getattr(request, "may_call", False)
+    if not is_needed or not template["fields"].get("tool_calls"):
         return {}
-    vocabulary, literal = tokenizer.get_added_vocab(), field.get("open")
-    opening = field.get("open_pattern") if literal is None else literal
-    patterns = [str(each) for each in (opening if isinstance(opening, list) else [opening])]
-    if literal is not None:
-        patterns = [*map(re.escape, patterns)]
+    vocabulary, patterns = tokenizer.get_added_vocab(), _patterns(template, "open")
     words = [word for each in patterns if (word := _first_word(each, vocabulary))]
     if not words:
         raise ValueError(
@@ -212,6 +216,15 @@ def call_starts(tokenizer: Any, request: protocol.GenerationRequest) -> dict[str
             "response_format, or tools, or send a tool_choice that is not auto"
         )
     return {word: vocabulary[word] for word in words}
+
+
+def _patterns(template: dict[str, Any], side: str) -> list[str]:
+    """The patterns of what stands at the open or the close side of a template's calls."""
+    field = template["fields"].get("tool_calls", {})
+    if f"{side}_pattern" in field:
+        return [field[f"{side}_pattern"]]
+    literals = field.get(side, [])
+    return [*map(re.escape, [literals] if isinstance(literals, str) else literals)]
 
 
 def _first_word(pattern: str, words: Iterable[str]) -> str:

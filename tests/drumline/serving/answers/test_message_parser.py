@@ -89,6 +89,27 @@ def test_a_call_that_is_not_json_stays_text(seed):
     assert "{'a': 1}" in message["content"]
 
 
+@pytest.mark.parametrize("seed", [None, *range(8)])
+@pytest.mark.parametrize("bad", ['{"name": "Hi"}', '{"name": "g", "parameters": {}}', "[5]"])
+def test_a_call_that_lacks_its_arguments_stays_text(seed, bad):
+    """It was lost, with what stood around it."""
+    bad = f"<tool_call>{bad}</tool_call>"
+    assert merged(parsed(f"Hi {bad} then Hi", seed))["content"] == f"Hi {bad} then Hi"
+    message = merged(parsed(f"Hi {call('f', {})}\n{bad} then", seed))
+    (made,) = message["tool_calls"]
+    assert made["function"]["name"] == "f" and message["content"] == f"Hi\n{bad} then"
+
+
+@pytest.mark.parametrize("seed", [None, *range(8)])
+def test_a_cut_call_behind_a_whole_one_is_text(seed):
+    """Its beginning was lost where it came with the end of the call before."""
+    whole = "<tool_call>\n<function=f>\n</function>\n</tool_call>"
+    cut = "<tool_call>\n<function=g>\n<param"
+    message = merged(parsed(whole + cut, seed, Qwen(model_type="qwen3_5"), is_cut=True))
+    (made,) = message["tool_calls"]
+    assert made["function"]["name"] == "f" and message["content"] == cut
+
+
 def test_numbers_that_json_does_not_have_are_texts_in_arguments():
     """They were no JSON for most clients, and NaN may be meant as a text."""
     own = [call("f", {"a": float("nan")}), '<tool_call>{"name": "f", "arguments": {"a": -1e999}}']
