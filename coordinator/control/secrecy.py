@@ -33,7 +33,7 @@ def warn_without_secret(info: LaunchInfo, encrypts: bool) -> None:
             "docs/security.md",
             info.launch_id,
             "encryption keeps out who reads the network, and " if encrypts else "",
-            "reaches the launcher's store" if "store" in info.extras else "knows this launch id",
+            "reaches the ranks' store" if "store" in info.extras else "knows this launch id",
         )
 
 

@@ -199,10 +199,12 @@ class _Meeting:
                 "encrypt, and share a secret by torch's store alone, which does not. Start all of "
                 "them by one launcher, `drumline run --encrypt`, or start without --encrypt."
             )
-        secret = bytes.fromhex(first.secret)
+        secret, extras = bytes.fromhex(first.secret), {"store": "torch"}
         if has_launch:  # nobody who reads the store knows this one
-            secret = hmac.digest(launch_secret(_own_launch()), launch_id.encode(), "sha256")
-        extras = {"master_rank": str(self._ranks[0])} | ({"encrypt": "1"} if encrypts else {})
+            launch = _own_launch()
+            secret = hmac.digest(launch_secret(launch), launch_id.encode(), "sha256")
+            extras = {"secret_fd": launch.extras["secret_fd"]}
+        extras |= {"master_rank": str(self._ranks[0])} | ({"encrypt": "1"} if encrypts else {})
         info = LaunchInfo(
             launch_id=launch_id,
             world_size=max(self._ranks) + 1,

@@ -211,6 +211,23 @@ def test_ranks_of_one_launch_share_a_secret_that_is_not_in_the_store(meet, monke
     assert len(secret) == 32 and secret.hex().encode() not in introduction
 
 
+@pytest.mark.parametrize("extras", [{}, {"secret_fd": "3"}])
+def test_who_can_become_a_rank_is_who_reads_the_store_unless_the_launch_has_a_secret(
+    meet, monkeypatch, caplog, extras
+):
+    """Of a launch with a secret, and of no launch, it was said that who knows its id can."""
+    launch = LaunchInfo("ours", extras=extras)
+    monkeypatch.setattr(store_meeting, "_own_launch", lambda: launch)
+    monkeypatch.setattr(store_meeting, "launch_secret", lambda info: b"secret of the launch")
+    hosts = iter(["one", "two"])
+    monkeypatch.setattr(
+        store_meeting, "_own_process", lambda _: replace(Peer.me(launch), host=next(hosts))
+    )
+    meet(HashStore(), range(2), world_size=2)
+    assert caplog.text.count("whoever reaches the ranks' store can") == (not extras)
+    assert "this launch id" not in caplog.text
+
+
 def test_ranks_on_several_hosts_that_are_to_encrypt_need_more_than_the_store(meet, monkeypatch):
     launch = LaunchInfo("ours", extras={"encrypt": "1"})
     monkeypatch.setattr(store_meeting, "_own_launch", lambda: launch)
