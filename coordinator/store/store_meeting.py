@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from ipaddress import ip_address
 from typing import Any, NoReturn
 
 from torch.distributed import DistNetworkError, PrefixStore, Store
@@ -165,6 +166,11 @@ class _Meeting:
 
     def _listen(self) -> socket.socket:
         address = _own_address(self._store)
+        peers = [Peer.unpack(request.split(" ", 2)[2].encode()) for request in self._requests()]
+        hosts = {(peer.host, peer.boot_id) for peer in peers}
+        if len(hosts) > 1 and ip_address(address).is_loopback:
+            # On many hosts their own name means the loopback, which no other host reaches.
+            address = next((text for _, text in host_addresses.routable_addresses()), address)
         return listener_at(family_of(address), (address, 0))
 
     def _exchange(self, store: Store, listener: socket.socket | None) -> list[_Introduction]:

@@ -1,5 +1,6 @@
 """Coordinators over a torch Store that ranks of an earlier launch may have used."""
 
+import socket
 import subprocess
 import threading
 import time
@@ -13,7 +14,7 @@ from coordinator.control.session import this_process
 from coordinator.peers import start_ticks
 from coordinator.store import store_meeting
 from coordinator.store.store_meeting import request_key
-from launcher import LaunchInfo
+from launcher import LaunchInfo, host_addresses
 
 WORLD = 4
 
@@ -209,6 +210,23 @@ def test_ranks_of_one_launch_share_a_secret_that_is_not_in_the_store(meet, monke
     secret = this_process.of(first.info).location.secret
     introduction = store.get(f"{first.info.launch_id}/0")
     assert len(secret) == 32 and secret.hex().encode() not in introduction
+
+
+@pytest.mark.parametrize("names", [["one", "one"], ["one", "two"]])
+def test_the_first_rank_listens_where_other_hosts_reach_it_if_ranks_are_there(
+    meet, monkeypatch, names
+):
+    """To itself, a host's own name is often the loopback: the others looked at their own."""
+    monkeypatch.setattr(
+        host_addresses, "routable_addresses", lambda: [(socket.AF_INET, "127.0.0.9")]
+    )
+    me, hosts = Peer.me(LaunchInfo("alone")), iter(names)
+    monkeypatch.setattr(store_meeting, "_own_process", lambda _: replace(me, host=next(hosts)))
+    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("localhost", server.port)
+    coordinators = meet(store, range(2), world_size=2)
+    expected = "127.0.0.9" if "two" in names else "127.0.0.1"
+    assert [coor.info.master_addr for coor in coordinators] == [expected] * 2
 
 
 @pytest.mark.parametrize("extras", [{}, {"secret_fd": "3"}])
