@@ -378,8 +378,9 @@ class Coordinator(Collectives, SharedState):
         limit = limit if self._broken is None else min(limit, self._timings.linger_s)
         late = self._release(CLOSED, limit)
         if late and self._broken is None:
-            assert self._detector is not None
-            names = " and ".join(map(self._detector.monitor.describe_local, late))
+            detector = self._detector
+            describe = detector.monitor.describe_local if detector is not None else "rank {}".format
+            names = " and ".join(map(describe, late))
             raise CoordinatorTimeout(
                 f"rank 0 waited {limit:g} s in close ({caller()}) for {names}. Every rank must "
                 "close its Coordinators, or end."

@@ -341,6 +341,22 @@ def test_groups_close_in_any_order(ranks):
     ranks(body, 2)
 
 
+def test_a_group_of_one_rank_that_is_closed_last_names_who_has_not_closed(ranks):
+    """It was an AssertionError without a text."""
+    has_closed = threading.Event()
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            if coor.rank:
+                return has_closed.wait(20)
+            alone = coor.split([0])
+        with pytest.raises(CoordinatorTimeout, match=r"waited 0\.3 s in close .* for rank 1\."):
+            alone.close(timeout_s=0.3)
+        return has_closed.set()
+
+    assert ranks(body, 2) == [None, True]
+
+
 def test_a_world_of_one_has_every_operation():
     with Coordinator(LaunchInfo("alone")) as coor:
         assert coor.gather(b"a") == [b"a"] and coor.scatter([b"b"]) == b"b"
