@@ -408,6 +408,7 @@ class Coordinator(Collectives, SharedState):
             detector = self._group.detector
             server = self._server if limit is not None else None  # __del__ may come in its thread
             if server is not None and (reported := detector.reported()):
+                detector.session.reported |= reported
                 stuck |= dict.fromkeys(reported, self._timings.reason_s)  # who lives hears it
                 stuck |= dict.fromkeys(server.unreachable(), 0.0)
             if self._broken is not None:  # else they are waited for, as by every other call
@@ -416,6 +417,8 @@ class Coordinator(Collectives, SharedState):
             self._group.close()
         if self._session is None:
             return []
+        earlier = self._session.reported - {*self.ranks}  # in groups that were closed before
+        stuck = dict.fromkeys(earlier, self._timings.reason_s) | stuck
         self._session = None
         late = this_process.of(self.info).leave(None if self._is_over_store else limit, stuck)
         return [rank for rank in late if rank not in stuck]

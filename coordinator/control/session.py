@@ -53,6 +53,7 @@ class Session:
         self.info, self.server, self.client, self.credentials = info, server, client, credentials
         self._timings = timings  # of a launch of few ranks
         self.users = 0
+        self.reported: set[int] = set()  # ranks, as failed, in groups that were closed
         self.heartbeat = Heartbeat(
             info.rank, self.ask, timings.for_ranks(info.world_size), info.master_rank
         )

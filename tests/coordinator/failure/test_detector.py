@@ -292,6 +292,29 @@ def test_rank_0_of_a_failed_group_does_not_wait_for_a_suspended_rank(fork):
     assert (zero.text, two.text) == ("planned", "planned")
 
 
+def test_a_group_without_the_reported_rank_that_is_closed_last_does_not_wait_for_it(ranks):
+    """Rank 0 knew it by the group of all alone, which it had closed before."""
+    has_closed = threading.Event()
+
+    def body(info):
+        coor = Coordinator(info, timeout_s=20)
+        group = coor.split([0, 1])
+        if coor.rank == 2:
+            has_closed.wait(20)
+        else:
+            group.barrier()
+        if coor.rank == 0:
+            coor.report_failure(2, "suspended")
+        coor.close()
+        if group is not None:
+            group.close()
+        if info.rank == 0:
+            has_closed.set()
+        return has_closed.is_set()
+
+    assert ranks(body, 3)[2]
+
+
 def test_without_subscribers_no_thread_runs(ranks):
     def body(info):
         with Coordinator(info) as coor:
