@@ -204,11 +204,12 @@ class ControlServer:
         members = list(self._membership.members.items())
         return sorted(rank for rank, member in members if member.connections)
 
-    def unreachable(self) -> set[int]:
-        """Ranks whose host does not acknowledge what is sent to it."""
+    def unreachable(self, silent_s: float = 0.0) -> set[int]:
+        """Ranks without a heartbeat for so long whose host does not acknowledge what is sent."""
         with self._state:
             reports = self._membership.reports(self.present())
-        return {rank for rank, report in reports.items() if report.is_unreachable}
+        silent = {rank for rank, report in reports.items() if report.silent_s > silent_s}
+        return {rank for rank in silent if reports[rank].is_unreachable}
 
     def network_failures(self) -> str:
         """The network failures between this host and those of ranks; "" if none is seen."""

@@ -154,7 +154,8 @@ class FailureQueries(GroupMember):
         ended = {failure.rank for failure in self.failures() if failure.reason not in hearsay}
         if self._detector is not None:  # what was reported of these says no more than that
             ended |= self._detector.monitor.suspended()
-        return ended | (self._server.unreachable() if self._server is not None else set())
+        server = self._server
+        return ended | (server.unreachable(server.timings.silent_s) if server else set())
 
     @property
     def _server(self) -> ControlServer | None:

@@ -6,7 +6,7 @@ import threading
 import time
 
 import launcher
-from coordinator import Coordinator, PeerLost
+from coordinator import Coordinator, CoordinatorTimings, PeerLost
 
 
 def regroup(victims):
@@ -56,3 +56,20 @@ def test_a_rank_that_calls_before_rank_0_goes_on_though_another_never_calls(rank
             return place
 
     assert ranks(body, 3) == [(0, 2), (1, 2), None]
+
+
+def test_a_host_that_does_not_answer_is_waited_for_as_long_as_silence_is_borne(ranks):
+    """After two seconds the others went on without its ranks, whatever the patience."""
+
+    def body(info):
+        with Coordinator(info, timings=CoordinatorTimings(silent_s=60.0)) as coor:
+            if coor.is_master():
+                table = coor._session.server._membership
+                table._silent_s, table._is_unreachable = lambda: 0.0, lambda member: True
+            coor.barrier()
+            time.sleep(0.5 * (not coor.is_master()))
+            now = coor.survivors(timeout_s=5)
+            os.close(int(now.extras.get("master_fd", os.dup(0))))
+            return now.world_size
+
+    assert ranks(body, 2) == [2, 2]
