@@ -155,8 +155,10 @@ class SharedState(FailureQueries):
         call = self._begin_call("survivors", timeout_s)
         store = self._store.child("survivors", str(call.number))
         if self.is_master():
-            address = self.info.master_addr if self._server is None else self._server.address[0]
-            launch = survivors.lead(self.info, store, address, self._ended_ranks, release, call)
+            server, failed = self._server, self._ended_ranks
+            address = self.info.master_addr if server is None else server.address[0]
+            present = server.present if server is not None else list[int]
+            launch = survivors.lead(self.info, store, address, failed, present, release, call)
         else:
             launch = survivors.follow(self.info, store, call)
         if self.info.rank not in launch["ranks"]:

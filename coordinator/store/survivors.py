@@ -29,13 +29,14 @@ def lead(
     store: PrefixStore,
     address: str,
     failed: Callable[[], Collection[int]],
+    present: Callable[[], Collection[int]],
     release: bool,
     call: PendingCall,
 ) -> dict[str, Any]:
     """For rank 0: wait for the ranks that have not failed, and say who goes on.
 
-    failed: the ranks whose end is known. address: where this rank can be reached. release: it is
-    this rank alone.
+    failed: the ranks whose end is known. present: those that are connected to this one. address:
+    where this rank can be reached. release: it is this rank alone.
     """
     goes_on, meeting = {0}, call.restarted(MEETING_SHARE * call.left_s)
     while len(goes_on | {*failed()}) < info.world_size and meeting.left_s > 0:
@@ -47,7 +48,7 @@ def lead(
     with launcher.listen(launch_id, address) as listener:
         launch = {
             "launch_id": launch_id,
-            "ranks": [0] if release else sorted(goes_on),
+            "ranks": [0] if release else sorted({0} | goes_on & {*present()}),
             "address": address,
             "port": listener.getsockname()[1],
         }

@@ -73,3 +73,19 @@ def test_a_host_that_does_not_answer_is_waited_for_as_long_as_silence_is_borne(r
             return now.world_size
 
     assert ranks(body, 2) == [2, 2]
+
+
+def test_a_rank_that_dies_after_it_has_called_does_not_go_on(fork):
+    """The others waited for it in their new launch, where nobody could see that it had ended."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            coor.barrier()
+            if coor.rank == 2:
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            time.sleep(1.0 * (coor.rank == 1))
+            now = coor.survivors()
+            os.close(int(now.extras.get("master_fd", os.dup(0))))
+            return now.world_size
+
+    assert [rank.value for rank in fork(body, 3).outcomes()] == [2, 2, None]
