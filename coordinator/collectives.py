@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from pprint import saferepr
 from typing import Any
 
 from coordinator.call_site import caller
@@ -141,11 +142,12 @@ class Collectives(GroupMember):
         self._check_sendable(own)
         if all(data == own for data in gathered):
             return value
-        by_value: dict[bytes, list[int]] = {}
+        by_value: dict[str, list[int]] = {}  # which has dicts in the order of their keys
         for rank, data in zip(self.ranks, gathered, strict=True):
-            by_value.setdefault(data, []).append(rank)
-        values = [(self._unpacked(data), ranks) for data, ranks in by_value.items()]
-        text = "; ".join(f"{value!r:.200} by ranks {ranks}" for value, ranks in values)
+            by_value.setdefault(saferepr(self._unpacked(data)), []).append(rank)
+        if len(by_value) == 1:
+            return value
+        text = "; ".join(f"{value:.200} by ranks {ranks}" for value, ranks in by_value.items())
         raise CoordinatorError(
             f"{self._me}: the ranks do not agree ({caller()}). Given were {text}. "
             "Start all ranks with the same arguments and the same files."

@@ -102,6 +102,18 @@ def test_a_value_that_cannot_be_read_again_fails_on_all_ranks_and_leaves_the_gro
     ranks(body, 2)
 
 
+def test_dicts_agree_in_whatever_order_their_keys_were_set(ranks):
+    def body(info):
+        with Coordinator(info) as coor:
+            items = [("lr", 1), ("bs", {"a": 2, 3: b"c"})]
+            value = dict(items if coor.rank else items[::-1])
+            assert coor.agree(value) is value
+            with pytest.raises(CoordinatorError, match="do not agree"):
+                coor.agree({"lr": 1 if coor.rank else True})
+
+    ranks(body, 2)
+
+
 def test_disagreement_lists_who_gave_what_and_leaves_the_group_whole(ranks):
     def body(info):
         with Coordinator(info) as coor:
