@@ -50,3 +50,15 @@ def test_what_is_no_deadline_is_refused_everywhere(timeout_s):
         ):
             with pytest.raises(ValueError, match="not a deadline"):
                 use()
+
+
+def test_a_deadline_beyond_that_of_every_lock_is_as_good_as_another(ranks):
+    """Rank 0 alone, which keeps the keys, raised an OverflowError."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=1e10) as coor:
+            coor.put(str(coor.rank), b"value")
+            coor.barrier()
+            return coor.get(str(1 - coor.rank), timeout_s=1e300)
+
+    assert ranks(body, 2) == [b"value", b"value"]
