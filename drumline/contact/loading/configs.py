@@ -139,9 +139,12 @@ def lacks_window(config: Any) -> bool:
 def hoist_quantization(config: Any) -> Any:
     """The config, which itself says how the weights of its decoder are quantized, as transformers
     takes it."""
-    own = vars(config.get_text_config(decoder=True)).pop("quantization_config", None)
-    if own is not None and getattr(config, "quantization_config", None) is None:
-        config.quantization_config = own
+    decoder = config.get_text_config(decoder=True)
+    own = getattr(decoder, "quantization_config", None)
+    if own is not None and decoder is not config:
+        del decoder.quantization_config
+        if getattr(config, "quantization_config", None) is None:
+            config.quantization_config = own
     return config
 
 
