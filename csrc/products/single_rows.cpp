@@ -74,11 +74,15 @@ ALWAYS_INLINE void multiply_range(const SingleRows& product, const float* x, siz
     auto bias = static_cast<const Stored*>(product.bias);
     auto out = static_cast<Stored*>(product.out);
     const size_t count = product.num_columns, num_rows = product.num_rows;
-    for (size_t i = first; i < end; i++) {
-        const size_t row = i % num_rows, at = product.numbers[i / num_rows] * num_rows + row;
-        float sum = sum_of_products(weight + at * count, x + i / num_rows * count, count);
-        if (bias) sum += Codec::widen(bias[row]);
-        out[i] = Codec::narrow(sum);
+    for (size_t i = first, which = first / num_rows; i < end; which++) {
+        const Stored* matrix = weight + product.numbers[which] * num_rows * count;
+        const float* input = x + which * count;
+        size_t row = i - which * num_rows;
+        for (; row < num_rows && i < end; row++, i++) {
+            float sum = sum_of_products(matrix + row * count, input, count);
+            if (bias) sum += Codec::widen(bias[row]);
+            out[i] = Codec::narrow(sum);
+        }
     }
 }
 

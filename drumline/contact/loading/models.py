@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from drumline.contact import transformers_api as api
+from drumline.contact.loading.configs import experts_of
 
 ANY_MODEL = "AutoModel"
 """The class by which a script loads a model of a kind that its checkpoint does not name."""
@@ -74,11 +75,15 @@ def run_experts_singly(model: Any) -> None:
 
 def expert_gate(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """The function between the two products of a stack of experts, gate_up_proj and down_proj; None
-    for other modules, and for stacks that do something besides, or lie transposed."""
+    for other modules, for stacks that do something besides, or lie transposed, and for those that
+    a function of the user's runs."""
     usual = {"has_gate": True, "is_transposed": False, "has_bias": False}
     usual["has_post_expert_norm"] = False
     is_usual = all(getattr(module, name, None) is value for name, value in usual.items())
-    return getattr(module, "_apply_gate", None) if is_usual else None
+    if not is_usual or not hasattr(type(module).forward, "__wrapped__"):
+        return None
+    runs = experts_of(module.config) in ("eager", "batched_mm", "grouped_mm")
+    return getattr(module, "_apply_gate", None) if runs else None
 
 
 @contextlib.contextmanager
@@ -164,6 +169,11 @@ def keep_experts_apart(experts: Any) -> bool:
         return False
     experts._is_expert_parallel = True
     return True
+
+
+def are_some_experts(module: nn.Module) -> bool:
+    """True if a module of experts was told that it has some of all, and skips others."""
+    return bool(getattr(module, "_is_expert_parallel", False))
 
 
 def dtype_plan(model: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:

@@ -31,7 +31,10 @@ def stack(dtype: torch.dtype = torch.float32, **sizes: int) -> Any:
 
 
 def routed(num_tokens: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    weights, index = torch.randn(num_tokens, NUM_EXPERTS).softmax(-1).topk(2)
+    """Up to four tokens go to experts of their own."""
+    numbers = torch.cat([torch.randperm(NUM_EXPERTS) for _ in range(1 + num_tokens // 4)])
+    index = numbers[: 2 * num_tokens].view(-1, 2)
+    weights = torch.rand(num_tokens, 2).softmax(-1)
     return torch.randn(num_tokens, HIDDEN, dtype=dtype), index, weights.to(dtype)
 
 
@@ -99,6 +102,59 @@ def test_gradients_many_tokens_and_casts_are_left_to_transformers(
         module.double(), plain.double()
         wide = (inputs[0].double(), inputs[1], inputs[2].double())
         torch.testing.assert_close(module(*wide), plain(*wide))
+    assert not calls
+
+
+def test_an_expert_of_many_tokens_is_left_to_transformers(calls: list[tuple[int, ...]]) -> None:
+    module, (hidden, _, weights) = stack(), routed(4)
+    plain = copy.deepcopy(module)
+    use_fast_experts(module)
+    shared = torch.tensor([[0, 1]] * 4)
+    with torch.no_grad():
+        assert torch.equal(module(hidden, shared, weights), plain(hidden, shared, weights))
+    assert not calls
+
+
+def test_numbers_out_of_range_are_left_to_transformers(calls: list[tuple[int, ...]]) -> None:
+    module, (hidden, _, weights) = stack(), routed(1)
+    module.config._experts_implementation = "eager"
+    plain = copy.deepcopy(module)
+    use_fast_experts(module)
+    index = torch.tensor([[0, NUM_EXPERTS]])
+    with torch.no_grad():
+        assert torch.equal(module(hidden, index, weights), plain(hidden, index, weights))
+    assert not calls
+
+
+def test_experts_that_the_user_runs_stay_as_they_are(calls: list[tuple[int, ...]]) -> None:
+    class Own(Qwen3MoeExperts):
+        def forward(self, *args: Any) -> str:
+            return "own"
+
+    own = stack()
+    own.__class__ = Own
+    named = stack()
+    named.config._experts_implementation = "of_the_user"
+    for module in (own, named):
+        use_fast_experts(module)
+        assert "forward" not in vars(module)
+    late = stack()
+    use_fast_experts(late)
+    late.config._experts_implementation = "of_the_user"
+    with pytest.raises(KeyError):
+        late(*routed(1))
+    assert not calls
+
+
+def test_stacks_that_do_not_fit_fail_as_without_the_loop(calls: list[tuple[int, ...]]) -> None:
+    module, (hidden, index, weights) = stack(), routed(1)
+    use_fast_experts(module)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError):
+            module(hidden[:, : HIDDEN // 2].contiguous(), index, weights)
+        module.down_proj = torch.nn.Parameter(module.down_proj[:, :, : INNER // 2].contiguous())
+        with pytest.raises(RuntimeError):
+            module(hidden, index, weights)
     assert not calls
 
 
