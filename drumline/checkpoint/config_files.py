@@ -19,7 +19,7 @@ from drumline.checkpoint.headers.file_bounds import (
     Bound,
     FieldError,
 )
-from drumline.checkpoint.headers.gguf_header import read_gguf_header
+from drumline.checkpoint.headers.gguf_header import check_padding, read_gguf_header
 from drumline.checkpoint.json_files import check_has_config, check_regular_files, read_json
 from drumline.checkpoint.safetensors_index import read_index
 from drumline.contact.loading import configs
@@ -101,6 +101,7 @@ def read_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
 
     with blamed_on_file(describe):
         if "gguf_file" in options and not {"auto_map", "tokenizer_class"} & {*content}:
+            check_padding(header.fields)
             options["config"] = configs.config_of_gguf(header.summary, folder)
         tokenizer = configs.read_tokenizer(folder, trust_remote_code=trust_remote_code, **options)
         if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):

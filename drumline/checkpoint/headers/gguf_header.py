@@ -277,6 +277,12 @@ def _padded(nbytes: int, alignment: int) -> int:
     return -(-nbytes // alignment) * alignment
 
 
+def check_padding(fields: Mapping[str, Any]) -> None:
+    """Raise FieldError for a padding outside the vocabulary, of which others make no tokenizer."""
+    if PADDING in fields and isinstance(words := fields.get(TOKENS), ArrayLength):
+        TOKEN_ID.check(fields[PADDING], PADDING, words.length - 1)
+
+
 def check_model_fields(
     architecture: str, fields: Mapping[str, Any], tensors: Mapping[str, GgufTensorInfo]
 ) -> None:

@@ -283,6 +283,14 @@ def test_a_padding_outside_the_vocabulary_is_left_out(whole, file, name):
     assert open_gguf(file).config.pad_token_id == 3
 
 
+def test_a_tokenizer_with_a_padding_outside_its_vocabulary_is_refused_by_name(whole, file):
+    parts = whole.copy()
+    parts.set("tokenizer.ggml.padding_token_id", U32, 2**32 - 1)
+    file.write_bytes(parts.to_bytes())
+    with pytest.raises(CheckpointError, match=r"padding_token_id has token id=4294967295"):
+        read_tokenizer(file)
+
+
 def test_a_type_that_the_library_does_not_know_is_no_damage(whole, file):
     parts = whole.copy()
     tensor(2, 200)(parts)
