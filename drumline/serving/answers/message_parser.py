@@ -19,9 +19,9 @@ from drumline.serving import protocol
 Delta = dict[str, Any]
 """An addition to a message: content, reasoning_content, or tool_calls with their index."""
 
-UNPARSED = (ValueError, KeyError, TypeError, RecursionError, re.error)
+UNPARSED = (ValueError, KeyError, TypeError, RecursionError)
 """By these transformers' parser and the form of calls refuse what a model wrote: it may not be
-JSON, have other fields or types, or be nested too deeply, or end as only `regex` can tell."""
+JSON, have other fields or types, or be nested too deeply."""
 
 MAY_BE_EMPTY = r"\\[sn][*?]|\(\?:|[\^(]|\\"
 """In patterns, what a text need not have, the beginnings of groups, and what escapes."""
@@ -87,7 +87,9 @@ class TemplateParser(PlainText):
         self, parser: Any, closings: Sequence[str], max_calls: int | None, is_continued: bool
     ) -> None:
         self._parser, self._max_calls, self._num_calls = parser, max_calls, 0
-        self._closing = "|".join([*closings, r"\Z"])  # what ends a call, or the end
+        self._closing = re.compile(r"\Z")  # what ends a call, or the end
+        with contextlib.suppress(re.error):  # transformers has them in the language of `regex`
+            self._closing = re.compile("|".join([*closings, r"\Z"]), re.DOTALL)
         self._unsent, self._is_cut = "", False  # text that is in no delta yet
         self._field, self._space = "", ""  # of the last text, and the white space at its end
         for event in parser.initial_events if is_continued else ():
@@ -119,7 +121,7 @@ class TemplateParser(PlainText):
     def _deltas(self, event: dict[str, Any]) -> list[Delta]:
         kind, field = event["type"], event["field"]
         if kind == "region_close" and field == "tool_calls":
-            text, end = self._unsent, re.search(self._closing, self._unsent, re.DOTALL)
+            text, end = self._unsent, self._closing.search(self._unsent)
             deltas = self._text("content", text) if self._is_cut else self._calls(event["value"])
             self._unsent = text[end.end() :] if end and not self._is_cut else ""
             return deltas
