@@ -135,16 +135,19 @@ class Collectives(GroupMember):
     def agree(self, value: Any, *, timeout_s: float | None = None) -> Any:
         """value, if every rank gave the same. Collective. Values are those of broadcast_object.
 
-        Raises CoordinatorError on every rank, listing who gave what, if not.
+        Dicts may have their keys in another order; each rank gets its own. Raises CoordinatorError
+        on every rank, listing who gave what, if not.
         """
         own = self._packed(value)
         gathered = self._exchange("agree", Exchange(own), timeout_s)
         self._check_sendable(own)
         if all(data == own for data in gathered):
             return value
-        by_value: dict[str, list[int]] = {}  # which has dicts in the order of their keys
+        # With dicts in the order of their keys.
+        texts = {data: saferepr(self._unpacked(data)) for data in {*gathered}}
+        by_value: dict[str, list[int]] = {}
         for rank, data in zip(self.ranks, gathered, strict=True):
-            by_value.setdefault(saferepr(self._unpacked(data)), []).append(rank)
+            by_value.setdefault(texts[data], []).append(rank)
         if len(by_value) == 1:
             return value
         text = "; ".join(f"{value:.200} by ranks {ranks}" for value, ranks in by_value.items())

@@ -86,7 +86,7 @@ class Coordinator(Collectives, SharedState):
         number = self._join_session()
         if self._session is not None:
             self._session.heartbeat.view = HostsView(self.info, self._session.ask).after_beat
-        call = begin_call("Coordinator", number + 1, timeout_s)
+        call = begin_call("Coordinator", number + 1, self.timeout_s)
         self._join(f"c{number}/", range(self.info.world_size), None, call)
 
     @classmethod
@@ -407,18 +407,19 @@ class Coordinator(Collectives, SharedState):
         if self._group is not None:
             detector = self._group.detector
             server = self._server if limit is not None else None  # __del__ may come in its thread
-            if server is not None and (reported := detector.reported()):
-                detector.session.reported |= reported
-                stuck |= dict.fromkeys(reported, self._timings.reason_s)  # who lives hears it
-                stuck |= dict.fromkeys(server.unreachable(), 0.0)
+            if server is not None:  # what groups that were closed before say of others still holds
+                reported, known = detector.reported(), detector.session.reported
+                known.difference_update({*self.ranks} - reported)
+                known |= reported
+                stuck |= dict.fromkeys(server.unreachable() if reported else (), 0.0)
             if self._broken is not None:  # else they are waited for, as by every other call
                 stuck |= dict.fromkeys(detector.monitor.suspended(), 0.0)
             self._group.set_status(status)
             self._group.close()
         if self._session is None:
             return []
-        earlier = self._session.reported - {*self.ranks}  # in groups that were closed before
-        stuck = dict.fromkeys(earlier, self._timings.reason_s) | stuck
+        # Who lives hears of a report.
+        stuck = dict.fromkeys(self._session.reported, self._timings.reason_s) | stuck
         self._session = None
         late = this_process.of(self.info).leave(None if self._is_over_store else limit, stuck)
         return [rank for rank in late if rank not in stuck]

@@ -73,7 +73,7 @@ class GroupMember:
                 f"rank {self.info.rank}: timeout_s={timeout_s!r} is not a deadline. Give seconds: "
                 "a number from 0 on, and not infinity, so that nothing hangs for ever."
             )
-        return min(float(timeout_s), threading.TIMEOUT_MAX)  # no lock waits longer
+        return float(min(timeout_s, threading.TIMEOUT_MAX))  # no lock waits longer
 
     def _count(self, key: object) -> int:
         """The number of earlier calls with this key: equal on ranks that make the same calls."""

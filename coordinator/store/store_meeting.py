@@ -166,12 +166,15 @@ class _Meeting:
 
     def _listen(self) -> socket.socket:
         address = _own_address(self._store)
-        peers = [Peer.unpack(request.split(" ", 2)[2].encode()) for request in self._requests()]
-        hosts = {(peer.host, peer.boot_id) for peer in peers}
-        if len(hosts) > 1 and ip_address(address).is_loopback:
+        is_loopback = ip_address(address).is_loopback
+        if is_loopback and self._are_on_several_hosts():
             # On many hosts their own name means the loopback, which no other host reaches.
             address = next((text for _, text in host_addresses.routable_addresses()), address)
         return listener_at(family_of(address), (address, 0))
+
+    def _are_on_several_hosts(self) -> bool:
+        peers = [Peer.unpack(request.split(" ", 2)[2].encode()) for request in self._requests()]
+        return len({(peer.host, peer.boot_id) for peer in peers}) > 1
 
     def _exchange(self, store: Store, listener: socket.socket | None) -> list[_Introduction]:
         """Every rank's introduction, in order. The first rank answers requests until all are here,
