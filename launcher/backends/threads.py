@@ -27,7 +27,7 @@ def run(job: Job, owns_process: bool = False) -> list[Any]:
 
     owns_process: this process exists only for this launch. Then the threads run in another one,
     under a reaper, so that whatever is killed leaves nothing behind; and without their results.
-    Raises LaunchError, here with the first exception as its __cause__.
+    Raises LaunchError, here with the exception that is the cause as its __cause__.
     """
     if owns_process:
         from launcher.backends import threads_main  # not needed for detection

@@ -191,7 +191,8 @@ def with_token(job: Job, options: argparse.Namespace) -> Job:
     command for those that join it, which have that command, too.
 
     options: token, of one that was read before, or as of TOKEN_OPTIONS; command_line, master_addr
-    and rdzv_endpoint. Raises ValueError without a token, or where this node has several addresses.
+    and rdzv_endpoint. Raises ValueError without a token, or where this node has several
+    addresses and no default route.
     """
     is_given = options.master_addr or getattr(options, "rdzv_endpoint", None)
     if job.node_rank == 0:

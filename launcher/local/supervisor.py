@@ -294,7 +294,7 @@ class Supervisor:
 
     def _on_timeout(self) -> None:
         """Collect every rank's stack, then end the ranks, unless they have ended or are ending."""
-        if self.is_ending or not self.server_lives:
+        if self.is_ending or not (self.server_lives and self._running()):
             return
         self._set_end_reason(outcome.timed_out(self.job, self.ranks))
         self._signal(DUMP_SIGNAL, self._running())

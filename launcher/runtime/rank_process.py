@@ -184,7 +184,9 @@ def _report(fd: int, pipe: os.stat_result, record: dict[str, Any]) -> None:
 def exit_code(error: BaseException) -> int:
     """The exit code of a process that error ends; prints the text that sys.exit got instead."""
     if isinstance(error, SystemExit) and not isinstance(error.code, (int, type(None))):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it, or it is closed
+        with contextlib.suppress(
+            Exception
+        ):  # nobody reads it, it is closed, or of the target's own
             print(_text_of(error), file=sys.stderr)
     return _code_of(error)
 
@@ -216,7 +218,7 @@ def _blamed(error: BaseException) -> list[int]:
     """The ranks whose failure the error reports, or the one before it; -1: of an unknown one."""
     failures = getattr(error, "failures", None)
     failures = failures if isinstance(failures, (list, tuple)) else [None]  # a count of its own
-    if hasattr(error, "peer") and not failures:
+    if hasattr(error, "peer") and len(failures) == 0:
         return [-1]
     reports = [*failures, error, error.__cause__ or error.__context__]
     ranks = [getattr(getattr(report, "peer", None), "rank", None) for report in reports]

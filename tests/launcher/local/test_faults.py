@@ -145,7 +145,7 @@ def fail_while_the_other_is_deaf():
         time.sleep(0.5)
         raise ValueError("planned")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(3)
+    time.sleep(4)
 
 
 def test_a_failure_is_the_cause_though_the_others_end_only_after_the_timeout(monkeypatch):
