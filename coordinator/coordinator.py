@@ -408,9 +408,9 @@ class Coordinator(Collectives, SharedState):
             detector = self._group.detector
             server = self._server if limit is not None else None  # __del__ may come in its thread
             if server is not None:  # what groups that were closed before say of others still holds
-                reported, known = detector.reported(), detector.session.reported
-                known.difference_update({*self.ranks} - reported)
-                known |= reported
+                reported, failed = detector.reported(), detector.session.reported
+                failed.difference_update({*self.ranks} - reported)
+                failed |= reported
                 stuck |= dict.fromkeys(server.unreachable() if reported else (), 0.0)
             if self._broken is not None:  # else they are waited for, as by every other call
                 stuck |= dict.fromkeys(detector.monitor.suspended(), 0.0)
