@@ -113,6 +113,11 @@ static comm_result connect_all(struct comm_s* comm, int listener, const struct c
         set_timeout(fd, timeout_ms);
         if (recv(fd, &peer, sizeof peer, MSG_WAITALL) != sizeof peer)
             return fail_system(comm, "greeting a rank above", comm->base.rank);
+        if (peer <= comm->base.rank || peer >= comm->base.nranks || comm->sockets[peer] >= 0) {
+            close(fd); /* of another program of this machine, and the ranks still come */
+            more++;
+            continue;
+        }
         comm->sockets[peer] = fd;
     }
     return COMM_OK;
