@@ -202,7 +202,8 @@ def _call(look: rank_view.RankLook) -> str:
 
 def top(launch: str | None) -> None:
     """Show a launch until the user quits or it has ended; once if the output is not a terminal."""
-    view, is_live = LaunchView(_chosen(launch)), sys.stdin.isatty() and sys.stdout.isatty()
+    view = LaunchView(_chosen(launch))
+    is_live = all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout))
     console = Console(width=None if is_live else PLAIN_WIDTH, markup=False)
     if not is_live:
         until = time.monotonic() + HOSTS_WAIT_S

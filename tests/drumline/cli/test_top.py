@@ -70,7 +70,10 @@ def launch(warm, tmp_path, monkeypatch):
     process.wait()
 
 
-def test_a_hang_shows_its_cause_and_looking_leaves_nothing_behind(launch, tmp_path, capsys):
+def test_a_hang_shows_its_cause_and_looking_leaves_nothing_behind(
+    launch, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(sys, "stdin", None)  # as it is where it is closed
     assert main(["top", str(launch.pid)]) == 0
     table = capsys.readouterr().out
     assert "allreduce" in table and "/s" in table and "running" in table
