@@ -40,9 +40,8 @@ def parse_as_chat(body: bytes | bytearray) -> dict[str, Any]:
     items, instructions = fields.pop("input", None), fields.pop("instructions", None)
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items
     messages = [{"role": "system", "content": instructions}] if instructions else []
-    reasoning = ""
     for item in protocol.objects(items, "input"):
-        reasoning = _add_item(messages, item, reasoning)
+        _add_item(messages, item)
     if "max_output_tokens" in fields:
         fields["max_tokens"] = fields.pop("max_output_tokens")
     if "tools" in fields:
@@ -80,21 +79,29 @@ def _nested(item: dict[str, Any]) -> dict[str, Any]:
     return {"type": kind, kind: {name: value for name, value in item.items() if name != "type"}}
 
 
-def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], reasoning: str) -> str:
-    """Add the message of an item. reasoning: of the item before; returns that of this one."""
+def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    """Add an item: a message, or a part of one, which reasoning begins."""
     kind, call_id = item.get("type", "message"), item.get("call_id")
+    last = messages[-1] if messages else {}
+    is_begun = "reasoning_content" in last and not (last["content"] or "tool_calls" in last)
     if kind == "reasoning":
-        return _text(item.get("content") or item.get("summary") or "")
-    before = {"reasoning_content": reasoning} if reasoning else {}
-    if kind == "message":
-        message = {"role": item.get("role"), "content": _content(item.get("content", "")), **before}
-        messages.append(message)
+        if text := _text(item.get("content") or item.get("summary") or ""):
+            if not is_begun:
+                last = {"role": "assistant", "content": "", "reasoning_content": ""}
+                messages.append(last)
+            last["reasoning_content"] += text
+    elif kind == "message":
+        message = {"role": item.get("role"), "content": _content(item.get("content", ""))}
+        if is_begun and message["role"] == "assistant":
+            last |= message
+        else:
+            messages.append(message)
     elif kind == "function_call":
         function = {key: item.get(key) for key in ("name", "arguments")}
-        if reasoning or not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": "", **before})
-        calls = messages[-1].setdefault("tool_calls", [])
-        calls.append({"id": call_id, "type": "function", "function": function})
+        if last.get("role") != "assistant":
+            messages.append(last := {"role": "assistant", "content": ""})
+        call = {"id": call_id, "type": "function", "function": function}
+        last.setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         output = {"role": "tool", "tool_call_id": call_id, "content": _text(item.get("output", ""))}
         messages.append(output)
@@ -102,7 +109,6 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], reasoning: s
         raise _not_stored(f"input: an item of the type {kind!r}", "input")
     else:
         raise protocol.unsupported(f"input: an item of the type {kind!r:.100}", "input")
-    return ""
 
 
 def _not_stored(what: str, field: str) -> protocol.ApiError:

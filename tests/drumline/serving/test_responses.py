@@ -146,6 +146,19 @@ def test_items_of_an_answer_sent_back_are_the_messages_of_a_chat():
     assert not [name for name in chat if name.startswith("reasoning.")]
 
 
+def test_reasoning_in_pieces_or_without_a_text_behind_is_kept():
+    """The last piece alone was, in the user's message or nowhere."""
+    parts = [{"type": "reasoning_text", "text": "so"}]
+    pieces = [{"type": "reasoning", "summary": [], "content": parts}]
+    pieces.append({"type": "reasoning", "summary": [{"type": "summary_text", "text": " it"}]})
+    pieces.append({"type": "reasoning", "summary": [], "encrypted_content": "x"})
+    user, text = {"role": "user", "content": "5"}, {"role": "assistant", "content": "is"}
+    items = [*pieces, text, *pieces, user, pieces[2], user, *pieces]
+    chat = responses.parse_as_chat(json.dumps({"input": items}).encode())
+    own = {"role": "assistant", "content": "", "reasoning_content": "so it"}
+    assert chat["messages"] == [own | text, own, user, user, own]
+
+
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
