@@ -22,6 +22,8 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
@@ -293,8 +295,8 @@ class ChatCompletionRequest(GenerationRequest):
     max_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
-    tools: list[dict[str, Any]] = []
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    tools: list[dict[str, Any]] = []  # behind the choice, by which it is validated
     parallel_tool_calls: bool = True
     documents: list[dict[str, Any]] = []
     add_generation_prompt: bool = True
@@ -302,6 +304,16 @@ class ChatCompletionRequest(GenerationRequest):
     continue_final_message: bool = False
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
+
+    @field_validator("tools")  # type: ignore[untyped-decorator]
+    @classmethod
+    def _functions_alone(cls, tools: list[Any], info: ValidationInfo) -> list[dict[str, Any]]:
+        """The tools, if they are functions; others are dropped where none may be called."""
+        others = [tool for tool in tools if not isinstance(tool.get("function"), dict)]
+        if others and info.data.get("tool_choice") != "none":
+            text = f"{others[0]!r:.200} is not a function, and no other tool is supported"
+            raise ValueError(f"{text} by this server; leave it out")
+        return [tool for tool in tools if isinstance(tool.get("function"), dict)]
 
     @model_validator(mode="after")  # type: ignore[untyped-decorator]
     def _check(self) -> ChatCompletionRequest:
@@ -318,8 +330,7 @@ class ChatCompletionRequest(GenerationRequest):
         return self
 
     def _functions(self) -> list[dict[str, Any]]:
-        functions = [tool.get("function") for tool in self.tools]
-        return [function for function in functions if isinstance(function, dict)]
+        return [tool["function"] for tool in self.tools]
 
     @property
     def json_schema(self) -> dict[str, Any] | None:

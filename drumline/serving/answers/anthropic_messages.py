@@ -79,8 +79,9 @@ def _object(fields: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    if (kind := tool.get("type") or "custom") != "custom":
-        raise protocol.unsupported(f"tools: the type {kind!r:.100}", "tools")
+    """A function as chats have it; any other tool as it is, to be refused there."""
+    if (tool.get("type") or "custom") != "custom":
+        return tool
     function = {name: tool[key] for key, name in TOOL_FIELDS.items() if key in tool}
     return {"type": "function", "function": function}
 

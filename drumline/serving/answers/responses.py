@@ -45,20 +45,19 @@ def parse_as_chat(body: bytes | bytearray) -> dict[str, Any]:
     if "max_output_tokens" in fields:
         fields["max_tokens"] = fields.pop("max_output_tokens")
     if "tools" in fields:
-        fields["tools"] = [
-            _function(tool, "tools") for tool in protocol.objects(fields["tools"], "tools")
-        ]
-    if isinstance(fields.get("tool_choice"), dict):
-        fields["tool_choice"] = _function(fields["tool_choice"], "tool_choice")
+        fields["tools"] = [*map(_nested, protocol.objects(fields["tools"], "tools"))]
+    if isinstance(choice := fields.get("tool_choice"), dict):
+        if (kind := choice.get("type")) != "function":
+            raise protocol.unsupported(f"tool_choice: the type {kind!r:.100}", "tool_choice")
+        fields["tool_choice"] = _nested(choice)
     (text,) = protocol.objects([fields.pop("text", {})], "text")
     form = text.pop("format", None)
-    is_schema = isinstance(form, dict) and form.get("type") == "json_schema"
     (settings,) = protocol.objects([fields.pop("reasoning", {})], "reasoning")
     effort = settings.pop("effort", None)
     for name in SUMMARIES:
         settings.pop(name, None)
     return {
-        "response_format": _nested(form) if is_schema else form,
+        "response_format": _nested(form) if isinstance(form, dict) else form,
         "reasoning_effort": effort,
         **{f"reasoning.{name}": value for name, value in settings.items()},
         **text,
@@ -67,15 +66,10 @@ def parse_as_chat(body: bytes | bytearray) -> dict[str, Any]:
     }
 
 
-def _function(tool: dict[str, Any], field: str) -> dict[str, Any]:
-    if (kind := tool.get("type")) != "function":
-        raise protocol.unsupported(f"{field}: the type {kind!r:.100}", field)
-    return _nested(tool)
-
-
 def _nested(item: dict[str, Any]) -> dict[str, Any]:
-    """A function or a schema as chats have it, below a key of its own."""
-    kind = item["type"]
+    """A function or a schema as chats have it, below a key of its own; anything else as it is."""
+    if (kind := item.get("type")) not in ("function", "json_schema"):
+        return item
     return {"type": kind, kind: {name: value for name, value in item.items() if name != "type"}}
 
 

@@ -283,6 +283,12 @@ def test_what_a_client_lets_be_cleared_of_its_messages_is_kept():
     assert chat_of(context_management={"edits": edits}) == chat_of()
 
 
+def test_a_tool_that_is_no_function_is_left_out_where_none_may_be_called():
+    """It was refused, as where it might have been."""
+    tools = [{"type": "web_search_20250305", "name": "web_search"}]
+    assert chat_of(tools=tools, tool_choice={"type": "none"}).tools == []
+
+
 def test_an_image_at_an_address_keeps_it():
     source = {"type": "url", "url": "https://a/b.png"}
     chat = chat_of(messages=[{"role": "user", "content": [{"type": "image", "source": source}]}])

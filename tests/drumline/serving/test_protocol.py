@@ -79,9 +79,9 @@ def test_a_part_without_its_content_is_refused(kind):
 
 def test_items_are_counted_in_what_a_user_defines_too():
     with pytest.raises(protocol.ApiError, match="20001 items are in one list") as caught:
-        chat(tools=[{"enum": [None] * 20_001}])
+        chat(tools=[{"function": {"enum": [None] * 20_001}}])
     assert caught.value.body["error"]["code"] is None  # a shorter conversation would not help
-    assert chat(tools=[{"enum": [None] * 5000}])
+    assert chat(tools=[{"function": {"enum": [None] * 5000}}])
 
 
 def completion(**fields):
@@ -210,6 +210,16 @@ def test_parameters_of_a_tool_that_are_not_an_object_are_refused(parameters):
     with pytest.raises(protocol.ApiError, match="the parameters of a function") as refused:
         chat(tools=[tool], tool_choice={"type": "function", "function": {"name": "f"}})
     assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("tool", [{"type": "web_search"}, {"type": "function"}, {}])
+def test_a_tool_that_is_no_function_is_refused_unless_none_may_be_called(tool):
+    """It reached the template, which knows none."""
+    function = {"type": "function", "function": {"name": "f"}}
+    with pytest.raises(protocol.ApiError, match="is not a function") as refused:
+        chat(tools=[function, tool])
+    assert refused.value.status == 400 and refused.value.body["error"]["param"] == "tools"
+    assert chat(tools=[tool, function], tool_choice="none").tools == [function]
 
 
 @pytest.mark.parametrize("count", [0, -0.0])

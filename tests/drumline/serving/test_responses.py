@@ -114,6 +114,13 @@ def test_reasoning_text_and_calls_are_items_of_their_own():
     assert answer["tools"] == [TOOL] and answer["tool_choice"]["name"] == "add"
 
 
+def test_a_tool_that_is_no_function_is_left_out_where_none_may_be_called():
+    """It was refused, as where it might have been."""
+    assert builder_of(tools=[{"type": "web_search"}, TOOL], tool_choice="none").body.tools == [
+        {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    ]
+
+
 def test_an_error_is_the_last_event_of_a_stream_that_has_begun():
     (event,) = builder_of().fail(ApiError(500, "no logits"))
     kind, data = event.strip().split("\n")
@@ -170,6 +177,7 @@ def test_reasoning_in_pieces_or_without_a_text_behind_is_kept():
         ({"logprobs": True}, "logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"input": [{"type": "item_reference", "id": "1"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ({"input": 5}, "input"),
