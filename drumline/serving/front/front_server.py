@@ -36,7 +36,7 @@ def serve_with_restarts(restarts: int, job: launcher.Job, model_path: str, **opt
     job = replace(job, args=(job.node_rank, asdict(settings) | own))  # the front has the queue
     with endpoint.listener:
         try:
-            ranks = RestartingRanks(service.scheduler, job, restarts)
+            ranks = RestartingRanks(service.scheduler, job, restarts, settings.tp or 1)
         except OSError as error:  # other nodes could not connect
             raise DrumlineError(f"rank 0: {error.strerror}") from error
         with contextlib.closing(ranks):

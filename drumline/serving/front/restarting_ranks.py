@@ -40,11 +40,14 @@ class RestartingRanks:
 
     job: what the ranks of this node run, as serve_front(), and its arguments without the first two.
     Of several nodes it is the first, and the others run follow_front(). restarts: at most so often.
+    tp: ranks that share each layer, so that no fewer of them are of use.
     """
 
-    def __init__(self, scheduler: RemoteScheduler, job: launcher.Job, restarts: int) -> None:
+    def __init__(
+        self, scheduler: RemoteScheduler, job: launcher.Job, restarts: int, tp: int = 1
+    ) -> None:
         self._leader = launcher.NodeLeader(job)
-        self._scheduler, self._job, self._restarts = scheduler, job, restarts
+        self._scheduler, self._job, self._restarts, self._tp = scheduler, job, restarts, tp
         self._failed_starts = 0  # since ranks have come up
         self._is_closed = threading.Event()
         self._was_ready: Future[None] = Future()
@@ -113,9 +116,9 @@ class RestartingRanks:
         return sum(self._leader.ranks_of_nodes)
 
     def _next_num_ranks(self, num_ranks: int) -> int:
-        """All, unless that number has failed to come up STARTS times in a row; then one less."""
+        """All, unless that number has failed to come up STARTS times in a row; then tp less."""
         is_over = self._failed_starts % STARTS == 0
-        return max(num_ranks - is_over, 1) if self._failed_starts else sys.maxsize
+        return max(num_ranks - self._tp * is_over, self._tp) if self._failed_starts else sys.maxsize
 
     def _too_few(self, num_ranks: int, cause: str) -> PeerLost:
         return PeerLost(

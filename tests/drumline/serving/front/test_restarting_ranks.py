@@ -200,6 +200,19 @@ def test_fewer_ranks_go_on_where_not_all_come_up_until_they_are_too_few(monkeypa
     assert len(pids) == 3 and "1 of 2 cannot hold the model: rank 0" in str(losses[0])
 
 
+def test_ranks_that_share_layers_are_left_out_together_and_never_all(monkeypatch):
+    """One rank of two was started, whose layers tp=2 cannot split, and that was the end."""
+    started = []
+
+    def serve_once(ranks, nodes, num_ranks):
+        started.append(num_ranks)
+        ranks._failed_starts += 1
+        return PeerLost("it did not come up")
+
+    pauses_between_starts(monkeypatch, 5, lambda nodes, *_: nodes, serve_once, tp=2)
+    assert started == [4, 4, 2, 2, 2, 2]
+
+
 def test_nodes_that_cannot_be_gathered_are_no_ranks_that_did_not_come_up(monkeypatch):
     """Every time there was one rank less."""
     outcomes, started = iter([True, True, False, False, True, True]), []
@@ -233,14 +246,14 @@ def test_ranks_that_do_not_come_up_are_started_again_after_a_pause(monkeypatch):
     assert pauses == [timings.TIMINGS.start_pause_s]
 
 
-def pauses_between_starts(monkeypatch, restarts, gather, serve_once):
+def pauses_between_starts(monkeypatch, restarts, gather, serve_once, tp=1):
     """Of ranks that were ready, the pauses until no restart is left."""
     monkeypatch.setattr(RestartingRanks, "_serve_once", serve_once)
     ranks, was_ready, pauses = object.__new__(RestartingRanks), Future(), []
     was_ready.set_result(None)
     ranks._leader = SimpleNamespace(gather=gather, ranks_of_nodes=[4])
     ranks._scheduler, ranks._job = SimpleNamespace(), SimpleNamespace(nnodes=1)
-    ranks._restarts, ranks._failed_starts = restarts, 0
+    ranks._restarts, ranks._tp, ranks._failed_starts = restarts, tp, 0
     ranks._is_closed = SimpleNamespace(is_set=lambda: False, wait=pauses.append)
     ranks._was_ready = was_ready
     ranks._serve()
