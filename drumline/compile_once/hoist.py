@@ -319,9 +319,10 @@ def _write_package(old: zipfile.ZipFile, out: Path, devices: DeviceMapping) -> N
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as new:
             for entry in old.infolist():
                 data = old.read(entry)
-                if entry.filename.endswith(".json"):
+                is_extra = entry.filename.partition("/")[2].startswith("extra/")  # of the user
+                if entry.filename.endswith(".json") and not is_extra:
                     data = _hoist_json(f"{old.filename}, {entry.filename}", data, devices)
-                elif "/data/sample_inputs/" in entry.filename:
+                elif "/data/sample_inputs/" in entry.filename and not is_extra:
                     data = _hoist_inputs(data, devices)
                 new.writestr(entry, data)
         file.replace(out)

@@ -529,6 +529,17 @@ def test_example_inputs_are_dropped_also_where_devices_are_swapped(tmp_path, mon
     assert report.changed == {"example_inputs": 1}
 
 
+def test_extra_files_of_a_package_stay_as_they_are(tmp_path):
+    """What looked like a device in them was changed, and what is not quite a JSON was refused."""
+    files = {"a.json": '{"type": "cpu", "index": null}', "b.json": "# none", "c": "d"}
+    program = torch.export.export(Tied(), (IDS,))
+    torch.export.save(program, tmp_path / "0.pt2", extra_files=files)
+    hoist_package(tmp_path / "0.pt2", tmp_path / "1.pt2", {"cpu": "meta"})
+    found = dict.fromkeys(files, "")
+    torch.export.load(tmp_path / "1.pt2", extra_files=found)
+    assert found == files
+
+
 def archive(path, entries, compression=zipfile.ZIP_STORED):
     with zipfile.ZipFile(path, "w", compression) as package:
         for name, data in entries:
