@@ -330,9 +330,7 @@ def _write_package(old: zipfile.ZipFile, out: Path, devices: DeviceMapping) -> N
 
 def _hoist_inputs(data: bytes, devices: DeviceMapping) -> bytes:
     """The example inputs, or nothing if they name a device that moves: a pickle is never opened."""
-    moved = [old for old, new in devices.to.items() if old != new]
-    names = [str(old).encode() for old in moved if old.type not in device_mapping.FIXED_TYPES]
-    if not any(name in data for name in names):
+    if not any(old != new and str(old).encode() in data for old, new in devices.to.items()):
         return data
     devices.report.count("example_inputs")
     return b""

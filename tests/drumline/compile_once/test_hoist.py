@@ -540,6 +540,15 @@ def test_extra_files_of_a_package_stay_as_they_are(tmp_path):
     assert found == files
 
 
+def test_example_inputs_on_the_cpu_are_dropped_where_the_mapping_names_it(tmp_path):
+    """They stayed there, and the program did not."""
+    torch.export.save(torch.export.export(Tied(), (IDS,)), tmp_path / "0.pt2")
+    hoist_package(tmp_path / "0.pt2", tmp_path / "1.pt2", {"cpu": "meta"})
+    assert torch.export.load(tmp_path / "1.pt2").example_inputs is None
+    hoist_package(tmp_path / "0.pt2", tmp_path / "2.pt2", TO_CPU)
+    assert torch.export.load(tmp_path / "2.pt2").example_inputs is not None
+
+
 def archive(path, entries, compression=zipfile.ZIP_STORED):
     with zipfile.ZipFile(path, "w", compression) as package:
         for name, data in entries:
