@@ -343,11 +343,19 @@ def _hoist_json(name: str, data: bytes, devices: DeviceMapping) -> bytes:
         if isinstance(value, dict):
             if set(value) == {"type", "index"} and isinstance(value["type"], str):
                 return _device_entry(value, name, devices)
-            return {key: walk(item) for key, item in value.items()}
+            new = {key: walk(item) for key, item in value.items()}
+            if value.get("use_pickle") and new != value:
+                raise HoistError(
+                    f"{name} has a tensor of another class than torch.Tensor, whose device is in a "
+                    "pickle; load it on a machine with that device, hoist() it, and save it again."
+                )
+            return new
         return value
 
     try:
         return json.dumps(walk(json.loads(data))).encode()
+    except HoistError:
+        raise
     except (ValueError, RecursionError) as error:
         raise HoistError(
             f"{name} is not a JSON ({error}), so its devices are unknown; save the program again."

@@ -14,6 +14,7 @@ from torch import fx, nn
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.map import map as control_map
 from torch._higher_order_ops.scan import scan
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_leaves
 
 from drumline import (
@@ -547,6 +548,30 @@ def test_example_inputs_on_the_cpu_are_dropped_where_the_mapping_names_it(tmp_pa
     assert torch.export.load(tmp_path / "1.pt2").example_inputs is None
     hoist_package(tmp_path / "0.pt2", tmp_path / "2.pt2", TO_CPU)
     assert torch.export.load(tmp_path / "2.pt2").example_inputs is not None
+
+
+def test_a_pickled_weight_of_a_package_is_refused_where_its_device_moves(tmp_path):
+    """It stayed where it was, and its description told of the new device."""
+
+    class Doubled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(TwoTensor(torch.ones(4), torch.ones(4)))
+
+        def forward(self, x):
+            return x * self.weight
+
+    torch.export.save(torch.export.export(Doubled(), (X,)), tmp_path / "0.pt2")
+    with pytest.raises(HoistError, match=r"weights_config\.json has a tensor of another class"):
+        hoist_package(tmp_path / "0.pt2", tmp_path / "1.pt2", {"cpu": "meta"})
+    assert not hoist_package(tmp_path / "0.pt2", tmp_path / "1.pt2", TO_CPU).changed
+
+
+def test_a_device_that_the_mapping_of_a_package_lacks_has_its_own_error(tmp_path):
+    """It was one of a file that is not a JSON."""
+    archive(tmp_path / "a.pt2", device('{"type": "cuda", "index": 0}'))
+    with pytest.raises(UnmappedDevice, match=r"model.json is on cuda:0"):
+        hoist_package(tmp_path / "a.pt2", tmp_path / "b.pt2", {"cuda:1": "cpu"}, strict=True)
 
 
 def archive(path, entries, compression=zipfile.ZIP_STORED):
