@@ -344,6 +344,9 @@ def _hoist_json(name: str, data: bytes, devices: DeviceMapping) -> bytes:
             if set(value) == {"type", "index"} and isinstance(value["type"], str):
                 return _device_entry(value, name, devices)
             new = {key: walk(item) for key, item in value.items()}
+            if str(value.get("target")).rpartition(".")[2] in torch_private.autocast_functions:
+                first = new["inputs"][0]["arg"]
+                first["as_string"] = devices.type(first["as_string"])
             if value.get("use_pickle") and new != value:
                 raise HoistError(
                     f"{name} has a tensor of another class than torch.Tensor, whose device is in a "
@@ -356,9 +359,10 @@ def _hoist_json(name: str, data: bytes, devices: DeviceMapping) -> bytes:
         return json.dumps(walk(json.loads(data))).encode()
     except HoistError:
         raise
-    except (ValueError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise HoistError(
-            f"{name} is not a JSON ({error}), so its devices are unknown; save the program again."
+            f"{name} is not a JSON of torch.export.save ({error}), so its devices are unknown; "
+            "save the program again."
         ) from error
 
 

@@ -574,6 +574,24 @@ def test_a_device_that_the_mapping_of_a_package_lacks_has_its_own_error(tmp_path
         hoist_package(tmp_path / "a.pt2", tmp_path / "b.pt2", {"cuda:1": "cpu"}, strict=True)
 
 
+def test_autocast_in_a_package_has_the_new_type(tmp_path):
+    """It had the type of the machine that exported, so nothing was cast on the other."""
+
+    class Cast(nn.Module):
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return x @ x
+
+    torch.export.save(torch.export.export(Cast(), (X,)), tmp_path / "0.pt2")
+    for step, kind in enumerate(("cuda", "cpu")):
+        pair = ["cpu", "cuda:1"] if kind == "cuda" else ["cuda:1", "cpu"]
+        hoist_package(tmp_path / f"{step}.pt2", tmp_path / f"{step + 1}.pt2", dict([pair]))
+        with zipfile.ZipFile(tmp_path / f"{step + 1}.pt2") as package:
+            names = [name for name in package.namelist() if name.endswith("model.json")]
+            assert f'"as_string": "{kind}"' in package.read(names[0]).decode()
+    assert torch.export.load(tmp_path / "2.pt2").module()(X).dtype == torch.bfloat16
+
+
 def archive(path, entries, compression=zipfile.ZIP_STORED):
     with zipfile.ZipFile(path, "w", compression) as package:
         for name, data in entries:
@@ -592,6 +610,9 @@ PACKAGES = {
     ),
     "model.json is not a JSON": lambda path: archive(path, [("a/model.json", b"[" * 100_000)]),
     "model.json has the device": lambda path: archive(path, device('{"type": "x", "index": 0}')),
+    "model.json is not a JSON of": lambda path: archive(
+        path, [("a/model.json", b'{"target": "torch.autocast", "inputs": []}')]
+    ),
     "which torch does not have": lambda path: archive(
         path, device('{"type": "cuda", "index": 1e400}')
     ),
