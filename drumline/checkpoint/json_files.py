@@ -122,6 +122,16 @@ def check_has_config(folder: Path, adapter: str | Path | None = None) -> None:
         )
 
 
+def check_has_adapter(folder: Path) -> None:
+    """Raise CheckpointError if a folder holds no adapter."""
+    for name in (ADAPTER_CONFIG, ADAPTER_FILE):
+        if not os.path.isfile(folder / name):
+            raise CheckpointError(
+                f"{folder} holds no {name}, so there is no adapter in it; give, as adapter=, the "
+                "directory that save_pretrained() of peft wrote."
+            )
+
+
 def distinct_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object, in which no name has two values: readers differ in which one they take."""
     fields = dict(pairs)

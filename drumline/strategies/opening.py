@@ -22,7 +22,13 @@ from coordinator import Coordinator
 from drumline import timings
 from drumline.checkpoint.config_files import read_config, read_generation_config, remote_class
 from drumline.checkpoint.copy_check import are_equal
-from drumline.checkpoint.json_files import ADAPTER_FILE, gguf_path, read_json
+from drumline.checkpoint.json_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    check_has_adapter,
+    gguf_path,
+    read_json,
+)
 from drumline.checkpoint.safetensors_index import Index, TensorReader, read_index
 from drumline.checkpoint.shard_loader import assign_readers
 from drumline.checkpoint.source import (
@@ -214,6 +220,8 @@ def describe_checkpoint(
 
     compares: read tied weights that are stored twice, to leave out the copies.
     """
+    if options.adapter is not None:
+        check_has_adapter(Path(options.adapter))
     if file := gguf_path(path, options.gguf_file):
         files: CheckpointFiles = weight_format("gguf_file").open_gguf(file)
     else:
@@ -290,7 +298,7 @@ def _has_files(folder: Path, options: LoadOptions) -> bool:
             if is_in_cache(folder):
                 read_index(folder)
         if options.adapter is not None:
-            needed.append(Path(options.adapter, ADAPTER_FILE))
+            needed += [Path(options.adapter, name) for name in (ADAPTER_CONFIG, ADAPTER_FILE)]
         return bool(weights) and all(file.is_file() for file in needed)
     return False
 

@@ -23,9 +23,21 @@ from torch import nn
 from communicator import dtype_info
 from coordinator import Coordinator
 from drumline.checkpoint.headers.file_bounds import ADAPTER, FieldError
-from drumline.checkpoint.json_files import ADAPTER_CONFIG, ADAPTER_FILE, MERGE_ADAPTER, read_json
+from drumline.checkpoint.json_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    MERGE_ADAPTER,
+    check_has_adapter,
+    read_json,
+)
 from drumline.checkpoint.model_tensors import WeightSources, tied_names
-from drumline.checkpoint.safetensors_index import ComputedTensor, Index, StoredTensor, TensorReader
+from drumline.checkpoint.safetensors_index import (
+    ComputedTensor,
+    Index,
+    StoredTensor,
+    TensorReader,
+    read_index,
+)
 from drumline.checkpoint.shard_plan import (
     SourceSlice,
     fills_exactly,
@@ -424,7 +436,13 @@ def find_adapter(
         folder / ADAPTER_FILE,
         lambda: base.readers,
         lambda: json.dumps(read_json(folder / ADAPTER_CONFIG)),
+        _read_index,
     )
     adapter = LoraAdapter(files, json.loads(text))
     adapter.check_settings()
     return adapter, replace(base, copy_checks=(*base.copy_checks, *files.copy_checks))
+
+
+def _read_index(file: Path) -> Index:
+    check_has_adapter(file.parent)
+    return read_index(file)

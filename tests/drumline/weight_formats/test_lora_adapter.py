@@ -21,6 +21,8 @@ from drumline.checkpoint.json_files import read_json
 from drumline.checkpoint.safetensors_index import StoredTensor, read_index
 from drumline.checkpoint.shard_plan import whole_tensor
 from drumline.checkpoint.source import CheckpointFiles
+from drumline.planner.load_options import LoadOptions
+from drumline.strategies.opening import describe_checkpoint
 from drumline.weight_formats.lora_adapter import LoraAdapter, MergedWeight
 from tests.drumline.checkpoint.test_copy_check import change_byte
 from tests.drumline.conftest import GPT2
@@ -233,6 +235,19 @@ def test_an_adapter_that_is_no_update_of_weights_is_refused(
     for error in ranks_or_errors(loading(path, [tmp_path / "adapter"] * 2), 2):
         assert isinstance(error, CheckpointError), error
         assert problem in str(error) and "merge_and_unload" in str(error)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_folder_without_an_adapter_is_named(checkpoints, ranks_or_errors, tmp_path, name):
+    plain, path = checkpoints.llama()
+    folder = tmp_path / "adapter"
+    make_adapter(folder, plain, ("q_proj",))
+    (folder / name).unlink()
+    for error in ranks_or_errors(loading(path, [folder] * 2), 2):
+        assert isinstance(error, CheckpointError)
+        assert f"{folder} holds no {name}" in str(error)
+    with pytest.raises(CheckpointError, match=f"{folder} holds no {name}"):
+        describe_checkpoint(path, LoadOptions(adapter=folder))
 
 
 def test_a_tied_weight_is_not_changed_for_both_its_users(checkpoints, ranks_or_errors, tmp_path):
