@@ -116,12 +116,17 @@ def open_checkpoint(
 def _has_to_keep(coor: Coordinator, files: CheckpointFiles, options: LoadOptions) -> bool:
     """True for quantized weights that only we can keep so. Collective where there are such.
 
-    transformers needs the format's own library, and the files, on every rank.
+    transformers needs the format's own library, and the files, on every rank; and on some devices
+    it computes plain weights, so that ranks would plan with other sizes.
     """
     if not _is_quantized(files, options):
         return False
-    _, reasons = run_and_share(coor, lambda: why_not_quantized(files.config), str)
-    reasons = [f"rank {rank} has no files" for rank in files.blind] + [r for r in reasons if r]
+    _, answers = run_and_share(coor, lambda: why_not_quantized(files.config), list)
+    reasons = [f"rank {rank} has no files" for rank in files.blind]
+    reasons += [reason for reason, _ in answers if reason]
+    plain = [coor.ranks[n] for n, (_, is_plain) in enumerate(answers) if is_plain]
+    if 0 < len(plain) < coor.world_size:
+        reasons.append(f"on ranks {plain} alone it would compute plain weights of them")
     if reasons and coor.is_master():
         log.warning(
             "rank 0: transformers cannot load the quantized weights of %s on every rank: %s.",
@@ -228,7 +233,7 @@ def describe_checkpoint(
         stored = read_config(path, options.adapter, options.trust_remote_code)
         config = choose_config(stored, None)
         files = CheckpointFiles(Path(path), read_index(path), (0,), config)
-    has_to_keep = _is_quantized(files, options) and bool(why_not_quantized(files.config))
+    has_to_keep = _is_quantized(files, options) and bool(why_not_quantized(files.config)[0])
     checkpoint = _described(files, None, None, options, options.dequantize or has_to_keep)
     return _without(checkpoint, _tied_copies(checkpoint) if compares else [])
 

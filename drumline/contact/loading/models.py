@@ -133,14 +133,15 @@ def quantizer_of(config: Any, settings: Any = None) -> tuple[Any, Any]:
     return quantizer, config
 
 
-def why_not_quantized(config: Any) -> str:
+def why_not_quantized(config: Any) -> tuple[str, bool]:
     """The reason for which transformers cannot load weights as this config says they are quantized
-    here, in words; nothing if it can."""
+    here, in words, nothing if it can; and True if it computes plain weights of them here."""
     try:
-        quantizer_of(copy.deepcopy(config))
+        quantizer, _ = quantizer_of(copy.deepcopy(config))
     except Exception as error:  # of a library that is missing, or of one that asks for a device
-        return textwrap.shorten(str(error), 200) or type(error).__name__
-    return ""
+        return textwrap.shorten(str(error), 200) or type(error).__name__, False
+    settings = getattr(quantizer, "quantization_config", None)
+    return "", bool(getattr(settings, "dequantize", False))
 
 
 def quantize_empty(quantizer: Any, model: nn.Module, dtype: torch.dtype) -> None:

@@ -11,8 +11,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 import drumline
+import launcher
 from coordinator import Coordinator
 from drumline import CheckpointError
 from drumline.checkpoint.safetensors_index import StoredTensor, TensorReader, read_index
@@ -542,6 +544,22 @@ def test_zeros_of_gptq_are_those_of_words_from_which_ones_were_subtracted(tmp_pa
     with TensorReader(tmp_path) as reader:
         numbers = reader.box(weight, Region((0, 0), (rows, 32)))
     assert numbers.T.tolist() == 32 * (-zeros[:, :rows]).tolist()
+
+
+def test_ranks_of_which_one_alone_would_compute_plain_weights_keep_them_as_they_are_stored(
+    checkpoints, on_master, tmp_path, monkeypatch, caplog
+):
+    """As a CPU beside a GPU that multiplies fp8: their plans were others, and were refused."""
+    _, path = checkpoints.make("LlamaForCausalLM of 64", "LlamaForCausalLM", **SMALL)
+    folder = quantized_folder(path, tmp_path / "fp8", to_fp8, FP8)
+    expected = on_master(folder, 2, greedy, dequantize=True)
+
+    def validate(quantizer, **options):
+        quantizer.quantization_config.dequantize = launcher.current().rank == 1
+
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", validate)
+    assert on_master(folder, 2, greedy) == expected
+    assert "on ranks [1] alone it would compute plain weights" in caplog.text
 
 
 def test_a_form_that_nobody_can_read_is_named_with_what_would_help(
