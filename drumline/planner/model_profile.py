@@ -142,13 +142,14 @@ def profile_model(
 
 def _unpacked_nbytes(module: nn.Module) -> int:
     """The bytes that a part needs for a moment to unpack the largest of its weights, if it does."""
-    weights = [
-        tensor
-        for owner in module.modules()
-        for tensor in owner.parameters(recurse=False)
-        if isinstance(tensor, PackedTensor) and not isinstance(owner, nn.Embedding)
-    ]
-    return max((weight.numel() * weight.element_size() for weight in weights), default=0)
+    sizes = [0]
+    for owner in module.modules():
+        for tensor in owner.parameters(recurse=False):
+            if isinstance(tensor, PackedTensor) and not isinstance(owner, nn.Embedding):
+                is_taken_singly = tensor.dim() == 3 and models.runs_experts_singly(owner)
+                num_elements = tensor.numel() // (len(tensor) if is_taken_singly else 1)
+                sizes.append(num_elements * tensor.element_size())
+    return max(sizes)
 
 
 def layer_names(

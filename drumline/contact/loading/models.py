@@ -73,6 +73,12 @@ def run_experts_singly(model: Any) -> None:
         model.set_experts_implementation("eager")
 
 
+def runs_experts_singly(module: nn.Module) -> bool:
+    """True for a stack of experts of which each takes its own matrix."""
+    is_stack = hasattr(module, "has_gate") and hasattr(type(module).forward, "__wrapped__")
+    return is_stack and experts_of(module.config) == "eager"
+
+
 def expert_gate(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """The function between the two products of a stack of experts, gate_up_proj and down_proj; None
     for other modules, for stacks that do something besides, or lie transposed, and for those that

@@ -19,7 +19,11 @@ from coordinator import Coordinator
 from drumline import CheckpointError
 from drumline.checkpoint.safetensors_index import StoredTensor, TensorReader, read_index
 from drumline.checkpoint.source import CheckpointFiles
+from drumline.core.packed_tensor import PackedTensor
 from drumline.core.shards import Region
+from drumline.planner.load_options import LoadOptions
+from drumline.strategies import opening
+from drumline.strategies.plan_inputs import sized_model
 from drumline.weight_formats.dequantized import METHODS, read_dequantized
 from tests.drumline.weight_formats.test_lora_adapter import make_adapter
 
@@ -560,6 +564,26 @@ def test_ranks_of_which_one_alone_would_compute_plain_weights_keep_them_as_they_
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", validate)
     assert on_master(folder, 2, greedy) == expected
     assert "on ranks [1] alone it would compute plain weights" in caplog.text
+
+
+def test_the_plan_reserves_what_a_layer_of_experts_unpacks_at_once(
+    checkpoints, on_master, tmp_path, monkeypatch
+):
+    """It reserved the whole stack, and one expert's matrix is unpacked."""
+    _, path = checkpoints.make("MixtralForCausalLM of 64", "MixtralForCausalLM", **SMALL)
+    folder = quantized_folder(path, tmp_path / "fp8", to_fp8, FP8)
+    unpacked, box = [], PackedTensor.box
+
+    def recorded(packed, region):
+        unpacked.append(box(packed, region).nbytes)
+        return box(packed, region)
+
+    monkeypatch.setattr(PackedTensor, "box", recorded)
+    monkeypatch.setattr(opening, "why_not_quantized", lambda config: ("no library", False))
+    on_master(folder, 1, greedy)
+    options = LoadOptions()
+    _, _, parts = sized_model(opening.describe_checkpoint(folder, options), options)
+    assert {part.unpacked_nbytes for part in parts.layers} == {max(unpacked)} == {128 * 64 * 4}
 
 
 def test_a_form_that_nobody_can_read_is_named_with_what_would_help(
