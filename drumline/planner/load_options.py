@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class LoadOptions:
     """The arguments of `load`, where they are explained; `rest` is for transformers.
 
     `speeds` are of this cluster, if they have been measured already. `gguf` is the GGUF file that
-    the path means, if it does.
+    the path means, if it does. `no_split_module_classes`: as for `profile_model`.
     """
 
     device_map: str | Mapping[str, Place | int] | None = None
@@ -81,6 +81,7 @@ class LoadOptions:
     revision: str | None = None
     disable_mmap: bool = False
     gguf: Path | None = None
+    no_split_module_classes: Collection[str] | str | None = None
     rest: Mapping[str, Any] = field(default_factory=dict)
     speeds: DeviceSpeeds | None = None
     on_failure: str = "raise"

@@ -19,11 +19,12 @@ import launcher
 from coordinator import Coordinator
 from drumline.contact import accelerate_api
 from drumline.core.device_map import DeviceMap, Place, place_of
+from drumline.planner.load_options import LoadOptions
 from drumline.planner.memory import cluster_memory, limit_memory
 from drumline.planner.model_profile import profile_model
 from drumline.planner.plan import plan
 from drumline.strategies.existing_model import dispatch
-from drumline.strategies.load import load
+from drumline.strategies.load import load_as
 from drumline.strategies.opening import checkpoint_dtype
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -137,17 +138,19 @@ def load_checkpoint_and_dispatch(
     )
     kind, get = type(model), arguments.get
     memory, folder, dtype = get("max_memory"), get("offload_folder"), get("dtype")
+    options: dict[str, Any] = {"max_memory": memory}
     if isinstance(device_map, DeviceMap):
         device_map = device_map.places
+    if isinstance(device_map, str):  # a map says itself what to split, as in Accelerate
+        options["no_split_module_classes"] = get("no_split_module_classes")
     if hasattr(kind, "config_class"):
-        options = {"max_memory": memory, "dtype": dtype, "cls": kind, "config": model.config}
-        return load(checkpoint, device_map, **options)
+        options |= {"dtype": dtype, "cls": kind, "config": model.config}
+        return load_as(checkpoint, None, LoadOptions(device_map, **options))
     if dtype is not None:
         resolved = checkpoint_dtype(dtype, None)
         for value in model.state_dict(keep_vars=True).values():  # what comes from the checkpoint
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 value.data = value.data.to(resolved)
-    options = {"max_memory": memory, "no_split_module_classes": get("no_split_module_classes")}
     return dispatch(model, device_map, checkpoint=checkpoint, offload_dir=folder, **options)
 
 

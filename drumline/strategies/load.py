@@ -141,15 +141,21 @@ def load(
     Raises PlanError or CheckpointError on every rank before serving starts.
     """
     arguments = {k: v for k, v in locals().items() if k not in ("path", "coor", "options")}
+    request = LoadOptions(**arguments, gguf=gguf_path(path, gguf_file), rest=options)
+    return load_as(path, coor, request)
+
+
+@short_traceback
+def load_as(path: str | Path, coor: Coordinator | None, request: LoadOptions) -> Any:
+    """The model, as `load` makes it of its arguments."""
     if (launcher.current() if coor is None else coor).rank == 0:
         warn_of_unread()
-    request = LoadOptions(**arguments, gguf=gguf_path(path, gguf_file), rest=options)
     request.check_together()
     strategy: Any = load_mesh
-    if on_failure == "replan":
+    if request.on_failure == "replan":
         strategy = load_replanning
     elif not request.shards_layers:
-        strategy = load_fastest if device_map == "fastest" else load_pipeline
+        strategy = load_fastest if request.device_map == "fastest" else load_pipeline
     elif request.has_stages:
         strategy = load_pipeline_tp
     model = strategy(path, coor, request)

@@ -127,7 +127,8 @@ def sized_model(
     if has_computed(files.index):
         keep_packed(model, map_weights(model, files.index), files, dtype, options)
     stored = stored_ties(model, files.index)
-    parts = model_profile.profile_model(model, None, None, tensor_nbytes, stored)
+    classes = options.no_split_module_classes
+    parts = model_profile.profile_model(model, classes, None, tensor_nbytes, stored)
     return files, model, parts
 
 

@@ -293,6 +293,24 @@ def test_a_transformers_model_on_meta_is_loaded_over_ranks(checkpoints):
     assert torch.equal(over_ranks(rank, 2), plain.generate(ids, max_new_tokens=5, do_sample=False))
 
 
+def test_a_transformers_model_is_not_split_within_the_classes_that_are_given(checkpoints):
+    """They were dropped, and its layers went to both ranks."""
+    plain, path = checkpoints.llama()
+    ids = torch.arange(3, 12)[None]
+
+    def rank():
+        with building, torch.device("meta"):
+            model = type(plain)(plain.config)
+        options = {"max_memory": [1 << 30] * 2, "no_split_module_classes": ["LlamaModel"]}
+        with drumline.load_checkpoint_and_dispatch(model, path, "balanced", **options) as spread:
+            places = spread.device_map.places
+            return places, spread.generate(ids, max_new_tokens=5, do_sample=False)
+
+    places, tokens = over_ranks(rank, 2)
+    assert {*places} == {"model", "lm_head"}
+    assert torch.equal(tokens, plain.generate(ids, max_new_tokens=5, do_sample=False))
+
+
 def test_a_transformers_model_keeps_its_own_config_over_ranks(checkpoints):
     """It was that of the checkpoint, which said of other layers and another base of positions."""
     plain, path = checkpoints.llama()
