@@ -143,7 +143,7 @@ def _keep_own(model: nn.Module, placed: DeviceMap, rank: int, reader: Reader) ->
         owner = part_of_tensor(name, parts)
         device = runs_on.get(owner, "meta") if own.get(owner) == "disk" else own.get(owner, "meta")
         device = "meta" if name in filed else device
-        moved = tensor if device == str(tensor.device) else tensor.detach().to(device)
+        moved = tensor if device == str(tensor.device) else _moved(name, tensor, device)
         is_weight = isinstance(tensor, nn.Parameter)
         new[id(tensor)] = nn.Parameter(moved, tensor.requires_grad) if is_weight else moved
     model_tensors.replace_tensors(model, new)
@@ -152,6 +152,16 @@ def _keep_own(model: nn.Module, placed: DeviceMap, rank: int, reader: Reader) ->
     prefetcher = make_prefetcher(model, away, where, lambda name, tensors: readers[name])
     install_device_hooks(model, placed, rank, prefetcher)
     return LoadedStage(model, placed, prefetcher)
+
+
+def _moved(name: str, tensor: torch.Tensor, device: str) -> torch.Tensor:
+    if tensor.is_meta:
+        raise PlanError(
+            f"{name} is on meta, so it has no values to put on {device}; load the weights with "
+            "load_checkpoint_and_dispatch(model, checkpoint, device_map), and build the model in "
+            "accelerate.init_empty_weights(), which computes buffers that no file holds."
+        )
+    return tensor.detach().to(device)
 
 
 def _write_to_disk(
@@ -165,7 +175,10 @@ def _write_to_disk(
         )
     Path(offload_dir).mkdir(parents=True, exist_ok=True)
     file = Path(offload_dir, f"{name}.rank{rank}.safetensors")
-    on_cpu = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
+    on_cpu = {
+        key: _moved(f"{name}.{key}", tensor, "cpu").contiguous().clone()
+        for key, tensor in tensors.items()
+    }
     safetensors_api.write_file(on_cpu, file)
     files = CheckpointFiles(file, read_index(file), [0])
     pieces = {key: whole_tensor(key, tensor.shape) for key, tensor in tensors.items()}

@@ -249,6 +249,19 @@ def test_a_weight_whose_columns_lie_together_stays_on_disk_too(tmp_path):
     assert torch.equal(over_ranks(rank), three(False)(INPUT))
 
 
+@pytest.mark.parametrize("device_map", [MAPS[0], ON_DISK])
+def test_a_module_without_values_is_refused_by_name(device_map, tmp_path):
+    """A NotImplementedError of torch."""
+
+    def rank():
+        with building, torch.device("meta"):
+            model = three(False)
+        with pytest.raises(drumline.PlanError, match=r"is on meta.*checkpoint_and"):
+            drumline.dispatch_model(model, device_map, offload_dir=tmp_path)
+
+    over_ranks(rank)
+
+
 def test_modules_that_are_to_stay_on_disk_need_a_folder():
     def rank():
         with pytest.raises(drumline.DrumlineError, match="give offload_dir="):
