@@ -140,11 +140,10 @@ def hoist_quantization(config: Any) -> Any:
     """The config, which itself says how the weights of its decoder are quantized, as transformers
     takes it."""
     decoder = config.get_text_config(decoder=True)
-    own = getattr(decoder, "quantization_config", None)
-    if own is not None and decoder is not config:
-        del decoder.quantization_config
-        if getattr(config, "quantization_config", None) is None:
-            config.quantization_config = own
+    fields = decoder if isinstance(decoder, dict) else vars(decoder)
+    own = fields.pop("quantization_config", None)
+    if own is not None and getattr(config, "quantization_config", None) is None:
+        config.quantization_config = own
     return config
 
 

@@ -4,7 +4,8 @@ import json
 import math
 
 import pytest
-from transformers import AutoConfig, GenerationConfig, LlamaConfig
+from transformers import AutoConfig, GenerationConfig, LlamaConfig, LlavaConfig, T5Config
+from transformers import PreTrainedConfig as AnyConfig
 
 from drumline.contact.loading import configs
 
@@ -34,3 +35,15 @@ def test_generation_settings_of_older_checkpoints_are_in_the_config(tmp_path):
     assert configs.read_generation_settings(tmp_path, is_in_config=True).eos_token_id == 7
     GenerationConfig(eos_token_id=9).save_pretrained(tmp_path)
     assert configs.read_generation_settings(tmp_path).eos_token_id == 9
+
+
+def test_the_quantization_of_a_decoder_is_that_of_the_model():
+    """It was passed over where the decoder's config is a dict."""
+    settings = {"quant_method": "fp8"}
+    fields = {"model_type": "llama", "quantization_config": settings}
+    own = AnyConfig()
+    own.text_config = dict(fields)
+    whole = [kind(quantization_config=settings) for kind in (LlamaConfig, T5Config)]
+    for config in (own, LlavaConfig(text_config=fields), *whole):
+        assert configs.hoist_quantization(config).quantization_config == settings
+    assert "quantization_config" not in own.text_config
