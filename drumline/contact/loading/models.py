@@ -75,8 +75,13 @@ def run_experts_singly(model: Any) -> None:
 
 def runs_experts_singly(module: nn.Module) -> bool:
     """True for a stack of experts of which each takes its own matrix."""
-    is_stack = hasattr(module, "has_gate") and hasattr(type(module).forward, "__wrapped__")
-    return is_stack and experts_of(module.config) == "eager"
+    return _are_experts(module) and experts_of(module.config) == "eager"
+
+
+def _are_experts(module: nn.Module) -> bool:
+    """True for a stack of experts that transformers runs, and no function of the user's around."""
+    code = getattr(type(module).forward, "__code__", None)  # functools.wraps leaves it alone
+    return "use_experts_implementation" in getattr(code, "co_qualname", "")
 
 
 def expert_gate(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -86,7 +91,7 @@ def expert_gate(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | N
     usual = {"has_gate": True, "is_transposed": False, "has_bias": False}
     usual["has_post_expert_norm"] = False
     is_usual = all(getattr(module, name, None) is value for name, value in usual.items())
-    if not is_usual or not hasattr(type(module).forward, "__wrapped__"):
+    if not is_usual or not _are_experts(module):
         return None
     runs = experts_of(module.config) in ("eager", "batched_mm", "grouped_mm")
     return getattr(module, "_apply_gate", None) if runs else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -126,7 +127,9 @@ def test_numbers_out_of_range_are_left_to_transformers(calls: list[tuple[int, ..
     assert not calls
 
 
-def test_experts_that_the_user_runs_stay_as_they_are(calls: list[tuple[int, ...]]) -> None:
+def test_experts_that_the_user_runs_stay_as_they_are(
+    calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Own(Qwen3MoeExperts):
         def forward(self, *args: Any) -> str:
             return "own"
@@ -138,6 +141,13 @@ def test_experts_that_the_user_runs_stay_as_they_are(calls: list[tuple[int, ...]
     for module in (own, named):
         use_fast_experts(module)
         assert "forward" not in vars(module)
+    plain = Qwen3MoeExperts.forward
+    with monkeypatch.context() as patch:
+        around = functools.wraps(plain)(lambda *args: plain(*args))
+        patch.setattr(Qwen3MoeExperts, "forward", around)
+        wrapped = stack()
+        use_fast_experts(wrapped)
+        assert "forward" not in vars(wrapped)
     late = stack()
     use_fast_experts(late)
     late.config._experts_implementation = "of_the_user"
