@@ -43,7 +43,7 @@ def main(parent: str, *command: str) -> int:
         sys.exit(f"cannot start {command[0]!r}: {error.strerror}, so there are no ranks.")
     for number in STOP_SIGNALS:
         signal.signal(number, functools.partial(_on_stop_signal, backend.pid))
-    signal.signal(signal.SIGALRM, _on_second_signal)
+    signal.signal(signal.SIGALRM, functools.partial(_on_second_signal, backend.pid))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     code = _wait(backend)
     signal.setitimer(signal.ITIMER_REAL, 0)
@@ -65,14 +65,18 @@ def _pre_exec(reaper: int, stays_blocked: bool) -> None:
 def _on_stop_signal(backend: int, number: int, _frame: FrameType | None) -> None:
     """Pass the first signal on; after a grace period, or at the next signal, kill."""
     signal.setitimer(signal.ITIMER_REAL, timings.TIMINGS.backend_grace_s)
+    kill = functools.partial(_on_second_signal, backend)
     for again in STOP_SIGNALS:
-        signal.signal(again, signal.SIG_IGN if again == signal.SIGTERM else _on_second_signal)
+        signal.signal(again, signal.SIG_IGN if again == signal.SIGTERM else kill)
     linux.send_signal(backend, number)
     linux.send_signal(backend, signal.SIGCONT)  # it could not react while it is suspended
 
 
-def _on_second_signal(_number: int, _frame: FrameType | None) -> None:
-    descendants.signal_all(signal.SIGKILL)
+def _on_second_signal(backend: int, _number: int, _frame: FrameType | None) -> None:
+    """Kill, a moment after SIGTERM: srun then kills its tasks, which do not descend from here."""
+    signal.signal(signal.SIGALRM, lambda *_: descendants.signal_all(signal.SIGKILL))
+    signal.setitimer(signal.ITIMER_REAL, timings.TIMINGS.failure_grace_s)
+    linux.send_signal(backend, signal.SIGTERM)
 
 
 def _wait(backend: subprocess.Popen[bytes]) -> int:

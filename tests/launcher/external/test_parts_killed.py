@@ -110,6 +110,30 @@ def test_a_second_sigterm_takes_no_time_from_a_backend_launcher(tmp_path, second
         assert process.wait(20) == code
 
 
+DEAF = """
+import os, signal, time
+signal.signal(signal.SIGINT, lambda *_: os.write(1, b"asked\\n"))
+signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"asked again\\n"))
+print("ready", flush=True)
+while True: time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("is_repeated", [True, False])
+def test_a_backend_launcher_is_asked_by_sigterm_before_it_is_killed(is_repeated):
+    """Killed by SIGKILL alone, srun left the tasks of its step running."""
+    reaper = [sys.executable, "-m", "launcher.external.reaper", str(os.getpid())]
+    backend = [sys.executable, "-c", DEAF]
+    with subprocess.Popen([*reaper, *backend], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "asked\n"
+        if is_repeated:
+            process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "asked again\n"
+        assert process.wait(20) == 137
+
+
 @pytest.fixture
 def parts(command):
     return Parts(command)
