@@ -99,7 +99,7 @@ def _supervise(rank_pid: int, pipes: Pipes, crash_fd: int, logs: Path) -> RankEx
     early = _read_early(streams, identity_fd)
     identity = json.loads(os.read(identity_fd, 1000) or b"{}")
     if identity:
-        linux.set_process_name(f"wrapper of {identity['rank']}")
+        linux.set_process_name(f"wrapper-{identity['rank']}")
     with contextlib.suppress(OSError):  # nobody reads any longer: the rank will find that out
         _forward(rank_pid, early, streams, identity.get("rank"), logs)
     for name in STREAMS:

@@ -153,8 +153,8 @@ class Launch:
         if self.process.returncode == 0 or self.is_launcher or "╭" not in self.err:
             return None
         report = self.err[self.err.index("╭") :].splitlines()[1]
-        kind, _, number = self.name.rpartition(" ")
-        is_rank = kind in ("rank", "wrapper of") and self.moment != "starting"
+        kind, _, number = self.name.replace("-", " ").rpartition(" ")
+        is_rank = kind in ("rank", "wrapper") and self.moment != "starting"
         if (
             is_rank
             and not self.is_late

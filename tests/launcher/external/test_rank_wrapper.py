@@ -60,6 +60,30 @@ def test_a_rank_may_print_more_than_a_pipe_takes_before_it_knows_who_it_is():
     assert done.stdout.splitlines() == [b"[3] " + b"x" * 200_000, b"[3] known"]
 
 
+NAMED = """
+import os
+from pathlib import Path
+from launcher.external import rank_wrapper
+from launcher.system import linux
+
+def show(report_identity):
+    report_identity(rank=3, local_rank=3)
+    while linux.process_name(os.getppid()).startswith("python"): pass
+    print(linux.process_name(os.getppid()), flush=True)
+    return 0
+
+rank_wrapper.run_wrapped(show, Path("missing"))
+"""
+
+
+def test_the_name_of_a_wrapper_is_one_word():
+    """Slurm's proctrack/linuxproc took no process of another name for one of the step."""
+    done = subprocess.run(
+        [sys.executable, "-c", NAMED], capture_output=True, cwd=ROOT, timeout=20, check=True
+    )
+    assert done.stdout == b"[3] wrapper-3\n"
+
+
 LEAVES = """
 import os, sys
 from pathlib import Path
