@@ -89,7 +89,7 @@ def command(job: Job) -> list[str]:
     """srun's command line, which starts the tasks of all nodes at once."""
     size = ["--nodes", str(job.nnodes), "--ntasks", str(job.nnodes * job.nprocs)]
     spread = ["--ntasks-per-node", str(job.nprocs), "--distribution", "block"]
-    options = ["--kill-on-bad-exit=1", "--unbuffered", "--export", "ALL"]
+    options = ["--kill-on-bad-exit=1", "--unbuffered", "--disable-status", "--export", "ALL"]
     if not job.bind:
         options += ["--cpu-bind", "none"]
     return ["srun", *size, *spread, *options, *job.rank_command()]

@@ -207,6 +207,41 @@ def test_launch_ends_with_the_code_and_traceback_of_the_first_failure(slurm, tmp
     assert "raise SystemExit(3)" in done.stderr
 
 
+DEAF = """
+import os, signal, sys, time
+if sys.argv[1] == "deaf":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+print("pid", os.getpid(), flush=True)
+time.sleep(120)
+"""
+
+
+def test_srun_is_told_to_pass_on_the_first_ctrl_c():
+    """It printed the state of its tasks, and they ran on after the launch."""
+    assert "--disable-status" in command(Job(Target("script", "script.py")))
+
+
+@pytest.mark.parametrize(
+    ("how", "number"),
+    [("plain", signal.SIGINT), ("deaf", signal.SIGINT), ("plain", signal.SIGTERM)],
+)
+def test_a_stopped_launch_leaves_no_task(slurm, tmp_path, how, number):
+    """They descend from a daemon of Slurm, and only srun can have them ended."""
+    script = tmp_path / "script.py"
+    script.write_text(DEAF)
+    run = ["run", "--launcher", "slurm", "-n", "2", str(script), how]
+    launch = [sys.executable, "-m", "launcher", *run]
+    with subprocess.Popen(launch, env=slurm, stdout=subprocess.PIPE, text=True) as process:
+        pids = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "tasks are left"
+        time.sleep(0.1)
+
+
 def test_shell_inside_an_allocation_is_not_a_rank(slurm):
     (info,) = _run(["salloc", "-Q", "-n", "4", sys.executable, "-c", SHOW], slurm)
     assert info["world_size"] == 1
