@@ -22,6 +22,7 @@ OPTIONS: dict[str, object] = {
     "nnodes": 1,
     "bind": False,
     "preload": None,
+    "share_devices": False,
     "log_dir": None,
     "trace": None,
     "encrypt": False,
@@ -121,8 +122,7 @@ def checked_launcher(job: Job, name: str, trace_file: str | os.PathLike[str] | N
             able = [name for name in registry.BUILT_IN if option in registry.find(name).SUPPORTS]
             raise ValueError(
                 f"the launcher {name!r} does not support {option}={values[option]!r}, so nothing "
-                f"was started. Remove --{option.replace('_', '-')}, or choose a --launcher that "
-                f"supports it: {', '.join(able)}."
+                f"was started. Leave it out, or choose one that does: {', '.join(able)}."
             )
     return backend
 

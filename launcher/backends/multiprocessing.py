@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from launcher.local.launch_watch import LaunchWatch
 
 NAME = "multiprocessing"
-SUPPORTS = frozenset({"bind", "encrypt", "log_dir", "nnodes", "preload", "trace"})
+SUPPORTS = frozenset({"bind", "encrypt", "log_dir", "nnodes", "preload", "share_devices", "trace"})
 
 
 def detect(environ: Mapping[str, str]) -> LaunchInfo | None:

@@ -14,7 +14,7 @@ from launcher.launch_info import LaunchInfo
 from launcher.local import rank_threads
 
 NAME = "threads"
-SUPPORTS = frozenset({"encrypt", "log_dir", "trace"})
+SUPPORTS = frozenset({"encrypt", "log_dir", "share_devices", "trace"})
 
 
 def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
