@@ -56,6 +56,7 @@ class Job:
     token: what the commands of several nodes prove to each other; command: what the first one was
     given, on it and on those that join it. secret: the launch secret, once the nodes have met.
     ranks_of_nodes: ranks on each node, once they have met; empty for nprocs on each.
+    torch_port: torch.distributed's over several nodes, once it has been told to all.
     """
 
     target: Target
@@ -79,6 +80,7 @@ class Job:
     command: tuple[str, ...] = ()
     secret: bytes | None = field(default=None, repr=False)
     ranks_of_nodes: tuple[int, ...] = ()
+    torch_port: int = 0
 
     def __post_init__(self) -> None:
         for problem in self._problems():

@@ -74,6 +74,12 @@ def of_torch(launch_id: str, port: int) -> int:
     return port or candidates(launch_id)[0]
 
 
+def of_nodes(launch_id: str, master_port: int) -> dict[str, Any]:
+    """The ports of a launch over nodes, for one to tell the others: they may not find the same."""
+    port = master_port or candidates(launch_id)[0]
+    return {"master_port": port, "torch_port": torch_candidates(launch_id, port)[0]}
+
+
 def torch_candidates(launch_id: str, master_port: int) -> list[int]:
     """The ports for torch's TCPStore: those of the launch after its first, but master_port."""
     return [port for port in candidates(launch_id)[1:] if port != master_port]

@@ -38,4 +38,6 @@ def environment(job: Job) -> dict[str, str]:
         variables["MASTER_ADDR"] = job.master_addr
     if job.master_port:
         variables["MASTER_PORT"] = str(job.master_port)
+    if job.torch_port:
+        variables[rank_environment.TORCH_PORT] = str(job.torch_port)
     return variables

@@ -45,7 +45,9 @@ def run(backend: Any, job: Job) -> list[Any]:
             output.check_log_folder(job.log_dir)
             (folder / LOGS).symlink_to(Path(job.log_dir).absolute())
             job = replace(job, log_dir=None)
-        if job.nnodes > 1 and not getattr(backend, "STARTS_ALL_NODES", False):
+        if job.nnodes > 1 and getattr(backend, "STARTS_ALL_NODES", False):
+            job = replace(job, **ports.of_nodes(job.launch_id, job.master_port))
+        elif job.nnodes > 1:
             job = node_rendezvous.meet(job)
         try:
             with _torch_port(job) as port_variables:

@@ -86,7 +86,7 @@ class _MeetingPoint:
     def __init__(self, job: Job) -> None:
         assert job.secret is not None
         self.job = job
-        self.address = job.master_addr, job.master_port or ports.candidates(job.launch_id)[0]
+        self.address = job.master_addr, job.master_port
         self.credentials = Credentials(job.secret, job.launch_id, job.world_size, job.encrypt)
         self.deadline = time.monotonic() + timings.TIMINGS.node_end_s
 

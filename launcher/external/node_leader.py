@@ -153,7 +153,9 @@ class NodeLeader:
             awaited = self.missing or sorted(self.nodes)
             self.step(deadline - time.monotonic(), awaited)
             if not self.missing:
-                values = values or self._values(launch_id, range(self.job.nnodes))
+                values = values or self._values(
+                    launch_id, range(self.job.nnodes), self.job.master_port
+                )
                 self._start(values, range(1, self.job.nnodes))
             if time.monotonic() >= deadline and (self.missing or self.nodes):
                 self._give_up(limit_s)
@@ -213,18 +215,17 @@ class NodeLeader:
             return replace(self.job, **place, launch_id=new_launch_id())
         later, earlier = range(self.port + 1, MAX_PORT + 1), range(ports.FIRST_PORT, self.port)
         self._holder = ports.reserve([*later, *earlier])
-        values = self._values(new_launch_id(), nodes)
-        values["master_port"] = self._holder.getsockname()[1]
+        values = self._values(new_launch_id(), nodes, self._holder.getsockname()[1])
         self._start(values, self._begun)
         return placed(self.job, {**values, "node_rank": 0})
 
-    def _values(self, launch_id: str, nodes: Sequence[int]) -> dict[str, Any]:
+    def _values(self, launch_id: str, nodes: Sequence[int], master_port: int) -> dict[str, Any]:
         """The facts about a launch over these nodes that each of them is told."""
         ranks = [self.ranks_of_nodes[node] for node in nodes]
         return {
             "launch_id": launch_id,
             "nnodes": len(ranks),
-            "master_port": self.job.master_port,
+            **ports.of_nodes(launch_id, master_port),
             "ranks_of_nodes": ranks,
             "secret": os.urandom(NBYTES).hex(),
         }

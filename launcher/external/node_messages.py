@@ -146,5 +146,6 @@ def token_of(job: Job) -> LaunchToken:
 def placed(job: Job, values: dict[str, Any]) -> Job:
     """The job of the ranks of one node, as the first node has placed them."""
     ranks, secret = tuple(values["ranks_of_nodes"]), bytes.fromhex(values["secret"])
-    place = {name: values[name] for name in ("launch_id", "nnodes", "master_port", "node_rank")}
+    names = "launch_id", "nnodes", "master_port", "torch_port", "node_rank"
+    place = {name: values[name] for name in names}
     return replace(job, **place, ranks_of_nodes=ranks, secret=secret)

@@ -89,10 +89,9 @@ def _torchrun_variables(info: LaunchInfo) -> Iterator[None]:
             os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart_count)
         if info.extras.get("store") != "agent":
             port = int(os.environ.get(rank_environment.TORCH_PORT, 0))
-            if not port:
-                port = ports.torch_candidates(info.launch_id, info.master_port)[0]
-                if info.rank == 0:
-                    held.enter_context(ports.reserve([port]))
+            port = port or ports.torch_candidates(info.launch_id, info.master_port)[0]
+            if info.rank == 0 and info.local_world_size < info.world_size:
+                held.enter_context(ports.reserve([port]))
             extras = {name: text for name, text in info.extras.items() if name != "secret_fd"}
             rank_info = replace(info, extras={**extras, **nesting.extras(os.environ)})
             rank_environment.set_variables(rank_info, port, restart_count)

@@ -91,7 +91,7 @@ def _prepare(
     opened.callback(holder.close)
     torch_port = holder.getsockname()[1]
     if job.nnodes > 1:  # all of them must name the same one
-        torch_port = ports.torch_candidates(job.launch_id, port)[0]
+        torch_port = job.torch_port
     first_extras = {name: str(fd) for name, fd in shared.items()}
     extras = {name: text for name, text in first_extras.items() if name != "master_fd"}
     infos = infos_for_node(job, port, extras, first_extras)
@@ -135,8 +135,7 @@ def _meeting_point(job: Job, opened: contextlib.ExitStack) -> tuple[int, dict[st
     """
     if job.nnodes > 1:
         assert job.secret is not None
-        port = job.master_port or ports.candidates(job.launch_id)[0]
-        return port, {"secret_fd": _held(opened, launch_secret.store(job.secret))}
+        return job.master_port, {"secret_fd": _held(opened, launch_secret.store(job.secret))}
     listener = ports.listen(job.launch_id, job.master_addr, job.master_port)
     port = listener.getsockname()[1]
     master_fd = _held(opened, listener.detach())

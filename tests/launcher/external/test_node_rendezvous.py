@@ -29,12 +29,13 @@ from launcher.authentication.handshake import (
     authenticate,
 )
 from launcher.authentication.launch_token import LaunchToken
-from launcher.backends import torchrun
+from launcher.backends import torch_rendezvous, torchrun
 from launcher.external import (
     backend_launcher,
     failed_rank,
     node_follower,
     node_leader,
+    node_messages,
     node_rendezvous,
 )
 from launcher.external.node_messages import ASKS, NodeChannel, NodeDescription
@@ -504,7 +505,7 @@ def followed(*messages, stays=True):
         thread.join()
 
 
-PLACE = {"launch_id": "a", "nnodes": 2, "master_port": 2, "node_rank": 1}
+PLACE = {"launch_id": "a", "nnodes": 2, "master_port": 2, "torch_port": 3, "node_rank": 1}
 GO = {"go": {**PLACE, "ranks_of_nodes": [3, 2], "secret": "ab" * 32}}
 
 
@@ -624,6 +625,29 @@ def test_ranks_get_a_port_where_the_nodes_meet_at_the_last_one():
         assert channel.next(10)["problem"] == ""
         leader.port = MAX_PORT
         assert ports.FIRST_PORT <= leader.begin([0, 1]).master_port < MAX_PORT
+
+
+def test_nodes_that_give_other_ports_to_connections_have_the_ports_of_the_first(monkeypatch):
+    """Each computed them from its own ip_local_port_range, and they did not meet."""
+    found = []
+    with contextlib.closing(node_leader.NodeLeader(job(0, nnodes=1))) as leader:
+        values = leader._values("some id", [0], 0)
+    for node, reserved in enumerate([range(32_768, 61_000), range(1024, 30_000)]):
+        monkeypatch.setattr(ports.linux, "ephemeral_ports", lambda reserved=reserved: reserved)
+        placed = node_messages.placed(
+            job(node), {**values, "nnodes": 2, "ranks_of_nodes": [2, 2], "node_rank": node}
+        )
+        with contextlib.ExitStack() as opened:
+            plan, _ = launch_local._prepare(placed, [], False, opened)
+        found += [(setup.info.master_port, setup.torch_port) for setup in plan.ranks]
+    assert len(found) == 4 and len({*found}) == 1 and 0 not in found[0]
+
+
+def test_ranks_of_srun_on_all_nodes_are_told_the_ports():
+    told = dataclasses.replace(job(0), **ports.of_nodes("some id", 0))
+    variables = torch_rendezvous.environment(told)
+    assert variables["MASTER_PORT"] == str(told.master_port)
+    assert variables["DRUMLINE_TORCH_PORT"] == str(told.torch_port) != "0"
 
 
 def test_a_node_whose_packets_are_dropped_says_so_every_few_seconds(monkeypatch, capfd):
