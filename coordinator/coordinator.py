@@ -224,10 +224,11 @@ class Coordinator(Collectives, SharedState):
         check: Callable[[], None],
     ) -> tuple[Peer, ...]:
         assert self._session is not None
+        rendezvous = Rendezvous(key, self._session, self.ranks, parent, call, check)
         try:
-            rendezvous = Rendezvous(key, self._session, self.ranks, parent, call, check)
             self._group = join_group(rendezvous, me)
         except BaseException as error:
+            rendezvous.fail(error)
             self._broken = CoordinatorError(f"{self._me} could not join: {error}")
             self.close()
             raise

@@ -133,13 +133,26 @@ class Rendezvous:
         data = self.session.heartbeat.group_failures.get(self.key)
         if data is None:
             return
-        text = GroupFailure.unpack(data).describe_to(self._rank, self.pending)
+        failure = GroupFailure.unpack(data)
+        text = failure.describe_to(self._rank, self.pending)
+        if failure.kind == CoordinatorError.__name__:
+            raise CoordinatorError(f"{text}Look at what was printed there last.")
         raise CoordinatorTimeout(f"{text}{SAME_GROUP}")
 
-    def _withdraw(self, text: str, missing: Sequence[int]) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Publish an error of this rank alone, which so cannot join: the others wait for it."""
+        if not isinstance(error, CoordinatorError):
+            text = f"rank {self._rank}, which cannot join: {type(error).__name__}: {error}"
+            self._withdraw(text, [self._rank], CoordinatorError)
+
+    def _withdraw(
+        self,
+        text: str,
+        missing: Sequence[int],
+        kind: type[CoordinatorError] = CoordinatorTimeout,
+    ) -> None:
         """Publish that this rank waits no more, for those who come later."""
-        call = str(self.pending.call)
-        failure = GroupFailure.of(CoordinatorTimeout, self._rank, call, text, missing)
+        failure = GroupFailure.of(kind, self._rank, str(self.pending.call), text, missing)
         self.session.report(self.key, failure.pack())
 
     def _failures(self, ranks: Sequence[int]) -> list[RankFailure]:

@@ -1,10 +1,12 @@
 """Arguments that are not deadlines, and tracebacks without our frames."""
 
+import time
 from pathlib import Path
 
 import pytest
 
-from coordinator import Coordinator, call_site
+import coordinator.coordinator
+from coordinator import Coordinator, CoordinatorError, call_site
 from coordinator.call_site import caller, traceback_of
 from launcher import LaunchInfo
 
@@ -62,3 +64,23 @@ def test_a_deadline_beyond_that_of_every_lock_is_as_good_as_another(ranks):
             return coor.get(str(1 - coor.rank), timeout_s=1e300)
 
     assert ranks(body, 2) == [b"value", b"value"]
+
+
+def test_an_error_of_one_rank_in_joining_ends_the_others_before_their_deadline(
+    ranks_or_errors, monkeypatch
+):
+    """They waited for it to the end, and were told to look for a rank that was not started."""
+    join, began = coordinator.coordinator.join_group, time.monotonic()
+
+    def join_but_rank_1(rendezvous, me):
+        if me.rank == 1:
+            raise OSError("planned")
+        return join(rendezvous, me)
+
+    def meet(info):
+        Coordinator(info, timeout_s=30).close()
+
+    monkeypatch.setattr(coordinator.coordinator, "join_group", join_but_rank_1)
+    first, second = ranks_or_errors(meet, 2)
+    assert isinstance(second, OSError) and isinstance(first, CoordinatorError)
+    assert "OSError: planned" in str(first) and time.monotonic() - began < 15
