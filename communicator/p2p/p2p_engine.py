@@ -4,18 +4,16 @@ group = P2PEngine(coor, streams).all_ranks
 work = group.start("recv", tensor, src, tag)
 work.wait()
 
-They travel through streams of their own, so no collective delays them. A message is a header and
-its bytes. A small one is sent at once, and buffered where nobody has posted a receive for it. So
-are the first large ones, until the receiver confirms that it has received them; further ones are
-offered, and sent once a receive has matched them. At most about 16 MiB from a peer are buffered:
-then nothing more is read from that peer, in any group, until buffered messages are received or the
-peer is gone.
+They travel through streams of their own, so no collective delays them. A small one is sent at once,
+and buffered where nobody has posted a receive for it. So are the first large ones, until the
+receiver confirms that it has received them; further ones are offered, and sent once a receive has
+matched them. At most about 16 MiB from a peer are buffered: then nothing more is read from it, in
+any group, until some are received, a thread waits for it, or it is gone.
 
 Whoever waits moves the messages of all. While nobody waits a thread does, which sleeps until a
-stream changes, and which is started by the first message that has to wait.
-
-All groups of a process send through the engine of its default group: a message carries the number
-of its group, and a rank that leaves a group says so to the others.
+stream changes, and which is started by the first message that has to wait. All groups of a process
+send through the engine of its default group: a message carries the number of its group, and a rank
+that leaves a group says so to the others.
 """
 
 from __future__ import annotations
@@ -78,8 +76,7 @@ class P2PEngine:
         self._incoming = {peer: Incoming() for peer in peers}
         self._buffered = dict.fromkeys(peers, 0)  # bytes of the arrivals
         self._interest = bytearray(READABLE * (rank != coor.rank) for rank in range(len(peers) + 1))
-        self._lost: dict[int, str] = {}
-        self._living: set[int] = set()  # of those, when they were looked at last
+        self._lost, self._living = dict[int, str](), set[int]()  # living when looked at last
         self._driver: int | None = None  # the thread that waits, and so moves the messages
         self._service: threading.Thread | None = None
         self._is_asleep = self._is_closed = False  # asleep: the service has nothing to look after
@@ -425,10 +422,12 @@ class P2PEngine:
             self._set_buffered(arrival.src, arrival.nbytes)
 
     def _set_buffered(self, peer: int, nbytes: int) -> None:
-        """Count bytes that are buffered; of a peer with too many nothing more is read."""
+        """Count bytes that are buffered; of a peer with too many only what is awaited is read."""
         self._buffered[peer] += nbytes
         if peer not in self._lost:
-            self._set_interest(peer, READABLE, self._buffered[peer] < MAX_BUFFERED_BYTES)
+            is_full = self._buffered[peer] >= MAX_BUFFERED_BYTES
+            is_read = not is_full or any(work.is_awaited_from(peer) for work in self._pending)
+            self._set_interest(peer, READABLE, is_read)
 
     # Peers that have gone.
 
@@ -440,6 +439,7 @@ class P2PEngine:
         awaited = {work.peer for work in self._pending}
         peers = self._outgoing if ANY_SOURCE in awaited else awaited
         for peer in set(peers) - self._lost.keys():
+            self._set_buffered(peer, 0)  # which may be awaited only now
             try:
                 self._streams.stream_check(peer)
             except DrumlineError as error:

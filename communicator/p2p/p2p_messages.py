@@ -108,7 +108,7 @@ class P2PWork(AsyncWork):
     ) -> None:
         super().__init__([tensor])
         self._engine, self.group = engine, group
-        self.kind, self.peer, self.tag = kind, peer, tag
+        self.kind, self.peer, self.tag, self._is_awaited = kind, peer, tag, False
         self._flattened = flattened(tensor)
         self.whole = self._flattened.__enter__()
         self.address, self.nbytes = self.whole.data_ptr(), self.whole.nbytes
@@ -146,6 +146,10 @@ class P2PWork(AsyncWork):
             return self.peer == peer
         return self._engine.has_died(peer) or self._engine.are_gone(group)
 
+    def is_awaited_from(self, peer: int) -> bool:
+        """True if a thread has waited for it: behind what else comes from there may be its end."""
+        return self._is_awaited and self.peer in (peer, ANY_SOURCE)
+
     def finish(self, error: Exception | None) -> None:
         if self.is_completed():
             return  # its deadline was first
@@ -157,6 +161,7 @@ class P2PWork(AsyncWork):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """True once the tensor was sent or has come. timeout 0: that of the group, from now on."""
         if not self.is_completed():
+            self._is_awaited = True
             self._engine.wait_for(self, timeout.total_seconds())
         self._result_or_raise()
         return True

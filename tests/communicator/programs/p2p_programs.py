@@ -391,6 +391,25 @@ def sender_waits_once_the_receiver_has_buffered_enough():
 
 
 @program(2)
+def message_is_received_though_more_than_is_buffered_comes_before():
+    """Neither a receive nor the answer to an offer was read behind them: both ranks waited."""
+    size, count, large = 30_000 // 4, 800, torch.ones(3 << 20)
+    for other_comes_back in (False, True):
+        came = torch.zeros(size)
+        if dist.get_rank() == 0:
+            works = [dist.isend(torch.full((size,), float(i)), 1, tag=1) for i in range(count)]
+            dist.recv(large, 1) if other_comes_back else dist.send(large[:1], 1, tag=2)
+            for work in works:
+                work.wait()
+            continue
+        dist.isend(large, 0).wait() if other_comes_back else dist.recv(came[:1], 0, tag=2)
+        for i in range(count):
+            dist.recv(came, 0, tag=1)
+            assert came.eq(i).all()
+    return []
+
+
+@program(2)
 def more_than_is_buffered_is_received_after_its_sender_has_left():
     if is_gloo():
         return []
