@@ -323,7 +323,7 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
         move = functools.partial(self.broadcast, src=src)
         if self.rank != src:
             return tensor_dict.read(self._backend, move)
-        values = values or {}
+        values = {} if values is None else values
         tensor_dict.write(self._backend, "broadcast_tensors", values, move)
         return values
 

@@ -5,7 +5,7 @@ Their names and plain values travel as the Coordinator's do (msgpack), so nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,11 @@ def write(backend: Backend, call: str, values: dict[str, Any], move: Move) -> No
     problem: Exception | None = None
     rank = backend.coor.info.rank
     try:
+        if not isinstance(values, Mapping):
+            raise TypeError(
+                f"{backend.rank_name()}, {call}: needs a dict of tensors, not "
+                f"{type(values).__name__}"
+            )
         tensors = [item.contiguous() for item in values.values() if isinstance(item, torch.Tensor)]
         for tensor in tensors:
             backend.check_tensor(call, tensor)

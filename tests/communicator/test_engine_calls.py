@@ -363,15 +363,35 @@ UNREADABLE = (
 )
 
 
+def test_what_is_no_dict_is_an_error_on_both_sides(on_ranks):
+    """Of a tensor torch raised that it is neither true nor false, and the others waited."""
+
+    def body(comm):
+        for wrong in (torch.ones(2), [], [torch.ones(2)], torch.tensor(0.0)):
+            what = f"needs a dict of tensors, not {type(wrong).__name__}"
+            if comm.rank == 0:
+                with pytest.raises(TypeError, match=f"rank 0, broadcast_tensors: {what}"):
+                    comm.broadcast_tensors(wrong)
+                with pytest.raises(TypeError, match=f"rank 0, send_tensors: {what}"):
+                    comm.send_tensors(wrong, 1)
+            else:
+                with pytest.raises(CoordinatorError, match=what):
+                    comm.broadcast_tensors()
+                with pytest.raises(CoordinatorError, match=what):
+                    comm.recv_tensors(0)
+
+    on_ranks(body, 2)
+
+
 def test_a_dict_that_only_its_receivers_cannot_read_is_an_error_on_both_sides(on_ranks):
     """Its sender went on, and what it sent next was taken for one of its tensors."""
 
     def body(comm):
         for values in UNREADABLE:
             if comm.rank == 0:
-                with pytest.raises((CoordinatorError, AttributeError)):
+                with pytest.raises((CoordinatorError, TypeError)):
                     comm.send_tensors(values, 1)
-                with pytest.raises((CoordinatorError, AttributeError)):
+                with pytest.raises((CoordinatorError, TypeError)):
                     comm.broadcast_tensors(values)
                 comm.send(torch.ones(1), 1)  # nothing is left of the dict
             else:
