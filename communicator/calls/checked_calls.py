@@ -16,7 +16,6 @@ from communicator.backend import Backend
 from communicator.calls.arguments import (
     check_apart,
     check_dim,
-    check_like,
     check_op,
     check_other,
     check_peer,
@@ -260,6 +259,12 @@ class CheckedCalls:
         if rows is None:
             raise ValueError(f"{self._me}, scatter: the rows of the rank that sends are None")
         self.backend.check_tensor("scatter", rows)
-        check_like(self._me, "scatter", rows, (self.world_size, *out.shape), out)
+        expected = ((self.world_size, *out.shape), out.dtype, out.device)
+        actual = (tuple(rows.shape), rows.dtype, rows.device)
+        if actual != expected:
+            raise ValueError(
+                f"{self._me}, scatter: the rows are {actual}, but must be {expected}: one like "
+                "out for each rank. Pass torch.stack(list_of_rows)."
+            )
         check_apart(self._me, "scatter", rows, out, self.rank)
         return rows

@@ -419,6 +419,10 @@ def test_sizes_and_dims_that_do_not_fit_are_refused_before_anything_moves(on_ran
             comm.allgather(tensor, dim=0, out=torch.ones(8, 2))
         with pytest.raises(ValueError, match="rows of the rank that sends are None"):
             comm.scatter(tensor, None, comm.rank)
+        with pytest.raises(
+            ValueError, match=r"scatter: the rows are \(\(2, 4\), .* \(\(2, 4, 2\), "
+        ):
+            comm.scatter(tensor, torch.ones(2, 4), comm.rank)
         comm.barrier()
 
     on_ranks(body, 2)
