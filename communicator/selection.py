@@ -71,6 +71,11 @@ def choose(
     device_type: whose memory it must move, if that matters. has_gpu: the caller names its GPU.
     Raises Unsupported on every rank if the requested backend cannot be used on one of them.
     """
+    if not isinstance(coor, Coordinator):
+        raise TypeError(
+            f"Communicator({type(coor).__name__}): needs a Coordinator. Communicator.over() takes "
+            "a torch ProcessGroup, or a Store."
+        )
     candidates = backend_names() if backend is None else [backend]
     chosen, ballots = _vote(coor, candidates, [device_type], backend is not None, has_gpu)
     if chosen[device_type] is None:

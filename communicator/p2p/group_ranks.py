@@ -127,9 +127,9 @@ def coordinator_over(
     if not isinstance(ranks, Store):
         kind = type(ranks).__name__
         raise TypeError(f"Communicator.over({kind}): needs a torch ProcessGroup or a torch Store")
-    if rank is None or world_size is None or not 0 <= rank < world_size:
+    if not (isinstance(rank, int) and isinstance(world_size, int) and 0 <= rank < world_size):
         raise ValueError(
-            f"Communicator.over(store, rank={rank}, world_size={world_size}): pass the rank of "
-            "this process, and the number of ranks that share the store."
+            f"Communicator.over(store, rank={rank!r}, world_size={world_size!r}): pass the rank of "
+            "this process, and the number of ranks that share the store, as numbers."
         )
     return meet(ranks, rank, world_size, timeout_s)

@@ -54,6 +54,10 @@ def test_over_says_what_it_needs():
         Communicator.over("localhost:29500")
     with pytest.raises(ValueError, match="the rank of this process"):
         Communicator.over(HashStore(), rank=2, world_size=2)
+    with pytest.raises(ValueError, match=r"rank='0', world_size='1'\): pass the rank"):
+        Communicator.over(HashStore(), "0", "1")  # as the environment has them
+    with pytest.raises(TypeError, match=r"Communicator\(ProcessGroup\): needs a Coordinator"):
+        Communicator(ProcessGroup(HashStore(), 0, 1))
     with pytest.raises(ValueError, match="the backend as backend="):
         Communicator.over(ProcessGroup(HashStore(), 0, 1), "tcp")
 
