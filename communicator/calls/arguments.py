@@ -213,9 +213,10 @@ def _check_counts(
     actual: Callable[[], int],
     expected: int,
 ) -> None:
-    is_count = all(type(value) is int and value >= 0 for value in sizes)
-    if len(sizes) != comm.world_size or not is_count or actual() != expected:
+    is_list = isinstance(sizes, Sequence)
+    is_count = is_list and all(type(value) is int and value >= 0 for value in sizes)
+    if not is_count or len(sizes) != comm.world_size or actual() != expected:
         raise ValueError(
-            f"{comm.rank_name()}, {call}: sizes={list(sizes)} must be {comm.world_size} counts, "
+            f"{comm.rank_name()}, {call}: sizes={sizes!r} must be {comm.world_size} counts, "
             f"one for each rank, and {expected} {what}."
         )

@@ -413,6 +413,11 @@ def test_sizes_and_dims_that_do_not_fit_are_refused_before_anything_moves(on_ran
         tensor = torch.ones(4, 2)
         with pytest.raises(ValueError, match=r"sizes=\[4\] must be 2 counts"):
             comm.allgather(tensor, sizes=[4])
+        for no_list in (4, torch.tensor([4, 4]), (4 for _ in range(2))):
+            with pytest.raises(ValueError, match=r"rank \d, allgather: sizes=.* must be 2 counts"):
+                comm.allgather(tensor, sizes=no_list)
+            with pytest.raises(ValueError, match=r"rank \d, reduce_scatter: sizes=.* be 2 counts"):
+                comm.reduce_scatter(tensor, sizes=no_list)
         with pytest.raises(ValueError, match=r"and 4 in sum"):
             comm.reduce_scatter(tensor, sizes=[1, 2])
         with pytest.raises(ValueError, match="cannot be cut evenly"):
