@@ -212,7 +212,8 @@ class Backend(CollectivesFromP2P):
             raise self.disowned
         if self.is_closed:
             raise CommunicatorError(
-                f"{self._me}: {call} on a closed Communicator. Make a new one, or close it later."
+                f"{self._me}: {call} on a closed Communicator. Make a new one, or close it later. "
+                "It is closed, too, where nothing but its methods is kept."
             )
 
     def check_tensor(self, call: str, tensor: torch.Tensor) -> None:

@@ -4,8 +4,11 @@
 #include <string>
 
 PyObject* raise_closed(const CallSite& site) {
-    PyErr_Format(errors.base, "%s: %s on a closed Communicator. Make a new one, or close it later",
-                 site.me, site.call);
+    PyErr_Format(
+        errors.base,
+        "%s: %s on a closed Communicator. Make a new one, or close it later. It is closed, "
+        "too, where nothing but its methods is kept",
+        site.me, site.call);
     return nullptr;
 }
 
