@@ -11,6 +11,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import SupportsIndex
 
 from torch.distributed import PrefixStore, ProcessGroup, Store, get_process_group_ranks
 
@@ -127,9 +128,11 @@ def coordinator_over(
     if not isinstance(ranks, Store):
         kind = type(ranks).__name__
         raise TypeError(f"Communicator.over({kind}): needs a torch ProcessGroup or a torch Store")
-    if not (isinstance(rank, int) and isinstance(world_size, int) and 0 <= rank < world_size):
+    given = [int(number) for number in (rank, world_size) if isinstance(number, SupportsIndex)]
+    if len(given) < 2 or not 0 <= given[0] < given[1]:
         raise ValueError(
             f"Communicator.over(store, rank={rank!r}, world_size={world_size!r}): pass the rank of "
             "this process, and the number of ranks that share the store, as numbers."
         )
+    rank, world_size = given
     return meet(ranks, rank, world_size, timeout_s)
