@@ -50,7 +50,7 @@ class PromptReader:
 
     def _tokenize(self, prompt: Any, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):
-            return self.text(prompt, add_special_tokens=add_special_tokens)
+            return self.text(prompt, "prompt", add_special_tokens=add_special_tokens)
         self.check_tokens(prompt, "prompt")
         return list(prompt)
 
@@ -61,7 +61,8 @@ class PromptReader:
     def check_tokens(self, tokens: Sequence[int], name: str) -> None:
         unknown = [token for token in tokens if not 0 <= token < self._scheduler.vocabulary]
         if unknown:
-            text = f"{name}: {unknown[0]} is not a token of this model."
+            text = f"{name}: {unknown[0]} is not a token of this model"
+            text += f", which has {self._scheduler.vocabulary} of them."
             raise protocol.invalid_request(text, name)
 
     def of_chat(self, body: protocol.ChatCompletionRequest) -> Prompts:
@@ -87,7 +88,7 @@ class PromptReader:
         if adds is None:
             adds = self._images is not None and self._images.lacks_begin(text)
         if not urls or self._images is None:
-            return [self.text(text, add_special_tokens=adds)]
+            return [self.text(text, "messages", add_special_tokens=adds)]
         self._check_chars(text)
         return [self._images.read(text, urls, adds)]
 
@@ -99,9 +100,12 @@ class PromptReader:
         except Exception:  # whatever a template raises for what it does not take
             return True
 
-    def text(self, text: str, **options: bool) -> list[int]:
+    def text(self, text: str, name: str, **options: bool) -> list[int]:
+        """The tokens of a text of the field `name`. A tokenizer may have more than the model."""
         self._check_chars(text)
-        return list(self._tokenizer(text, **options)["input_ids"])
+        tokens = list(self._tokenizer(text, **options)["input_ids"])
+        self.check_tokens(tokens, name)
+        return tokens
 
     def _check_chars(self, text: str) -> None:
         if len(text) > (most := self._max_length * self.longest_token):

@@ -433,6 +433,16 @@ def test_a_prompt_that_is_too_long_is_an_error_that_clients_know(service):
         assert message.startswith("This model's maximum context length is 200 tokens. However, ")
 
 
+def test_a_text_of_a_token_that_the_model_lacks_is_refused_alone(service, tokenizer):
+    """It failed each request of its step, with an error of torch."""
+    tokenizer.add_tokens(["extra"])
+    text = "5 extra 6"
+    answers = ask(service, prompt=text), chat(service, [{"role": "user", "content": text}])
+    for (status, answer), field in zip(answers, ("prompt", "messages"), strict=True):
+        assert status == 400 and answer["error"]["param"] == field
+        assert f"{len(tokenizer) - 1} is not a token of this model" in answer["error"]["message"]
+
+
 def test_a_template_that_does_not_end_ends_its_request_alone(service, tokenizer, monkeypatch):
     """One chat kept a thread for ever."""
     monkeypatch.setattr(timings, "TIMINGS", ModelTimings(template_s=0.3))
