@@ -424,7 +424,7 @@ _SERVE_OPTIONS = (
     ),
     _option(
         "--allowed-origins",
-        "origins of web pages that may send requests, such as http://localhost:3000, or *; "
+        "origins of web pages that may read answers, such as http://localhost:3000, or *; "
         "default: none",
         "ORIGIN",
         nargs="+",

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import hmac
+import ipaddress
 import itertools
 import logging
 import re
@@ -361,6 +362,12 @@ def application(
         if key is not None and not any(hmac.compare_digest(each.encode(), valid) for each in sent):
             text = "The API key is missing or wrong: send 'Authorization: Bearer KEY' or x-api-key."
             raise protocol.ApiError(401, text, "invalid_api_key")
+        if key is None and not _is_address(name := request.url.hostname or "localhost"):
+            text = (
+                f"Without a key this server answers as localhost or by an address, not as {name}, "
+                "which a web page may have made up: start it with --api-key-file FILE."
+            )
+            raise protocol.ApiError(403, text)
 
     kinds = HTTPException, protocol.ApiError, DrumlineError, ClientDisconnect, Exception
     handlers = dict.fromkeys(kinds, _respond_error)
@@ -391,6 +398,13 @@ def application(
             expose_headers=[REQUEST_ID],
         )
     return _marked(app, service.metrics)
+
+
+def _is_address(name: str) -> bool:
+    """True of names of a host that nobody can point elsewhere."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(name) is not None
+    return name == "localhost" or name.endswith(".localhost")
 
 
 async def _respond_error(request: Request, error: Exception) -> Response:

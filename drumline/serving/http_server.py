@@ -54,7 +54,7 @@ class ServerSettings:
     load(). served_model_name: what requests call the model; the name of its folder if not given.
     chat_template: a file with a Jinja template, or the template itself. log_requests: a line of the
     log for each request.
-    allowed_origins: of pages in browsers that may send requests. load_options: others of load().
+    allowed_origins: of pages in browsers that may read answers. load_options: others of load().
     """
 
     model_path: str

@@ -513,6 +513,15 @@ def test_pages_of_allowed_origins_may_send_requests_and_no_others(service):
     assert headers[b"access-control-allow-origin"] == b"*"
 
 
+@pytest.mark.parametrize("name", ["localhost:80", "127.0.0.1", "[::1]:80", "10.0.0.1", "page.com"])
+def test_without_a_key_no_page_reaches_the_server_by_a_name_of_its_own(service, name):
+    """A page whose name was pointed at 127.0.0.1 read every answer."""
+    for key in (None, "secret"):
+        sent = [(b"host", name.encode()), (b"x-api-key", b"secret")]
+        is_refused = key is None and name == "page.com"
+        assert headers_of(service, sent, key=key)[0] == (403 if is_refused else 200)
+
+
 def test_a_client_that_leaves_before_its_answer_has_no_place_among_the_times(service, monkeypatch):
     """Each that had given up made the mean time to the first token shorter, by 0 s."""
     checks = iter([False, True])
