@@ -362,10 +362,11 @@ def application(
         if key is not None and not any(hmac.compare_digest(each.encode(), valid) for each in sent):
             text = "The API key is missing or wrong: send 'Authorization: Bearer KEY' or x-api-key."
             raise protocol.ApiError(401, text, "invalid_api_key")
-        if key is None and not _is_address(name := request.url.hostname or "localhost"):
+        if key is None and not _is_local_name(name := request.url.hostname or "localhost"):
             text = (
-                f"Without a key this server answers as localhost or by an address, not as {name}, "
-                "which a web page may have made up: start it with --api-key-file FILE."
+                f"Without a key this server answers by an address or a name of a local network, "
+                f"not as {name}, which a web page may have made up: start it with --api-key-file "
+                "FILE, or have a proxy send Host: localhost."
             )
             raise protocol.ApiError(403, text)
 
@@ -400,11 +401,11 @@ def application(
     return _marked(app, service.metrics)
 
 
-def _is_address(name: str) -> bool:
-    """True of names of a host that nobody can point elsewhere."""
+def _is_local_name(name: str) -> bool:
+    """True of names that nobody in the internet can have and point at this host."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(name) is not None
-    return name == "localhost" or name.endswith(".localhost")
+    return "." not in name or name.endswith((".localhost", ".local", ".internal"))
 
 
 async def _respond_error(request: Request, error: Exception) -> Response:
