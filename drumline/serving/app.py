@@ -256,8 +256,8 @@ class Service:
         max_tokens: int,
         builder: type[ResponseBuilder],
     ) -> Response:
-        named = [*body.logit_bias, *body.stop_token_ids]
-        self.prompts.check_tokens(named, "logit_bias or stop_token_ids")
+        self.prompts.check_tokens([*body.logit_bias], "logit_bias")
+        self.prompts.check_tokens(body.stop_token_ids, "stop_token_ids")
         for prompt in prompts or [[]]:
             self._check_length(len(prompt), max_tokens)
         self._check_inputs(prompts)

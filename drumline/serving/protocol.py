@@ -322,6 +322,8 @@ class ChatCompletionRequest(GenerationRequest):
         for function in self._functions():
             if not isinstance(function.get("parameters"), (dict, type(None))):
                 raise ValueError("tools: the parameters of a function are not a JSON object")
+            if not isinstance(function.get("name"), str):
+                raise ValueError(f"tools: the function {function!r:.200} has no name")
         names = [function.get("name") for function in self._functions()]
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice is required, but there are no tools to choose from")

@@ -443,6 +443,12 @@ def test_a_text_of_a_token_that_the_model_lacks_is_refused_alone(service, tokeni
         assert f"{len(tokenizer) - 1} is not a token of this model" in answer["error"]["message"]
 
 
+def test_tokens_that_the_model_lacks_are_refused_by_the_name_of_their_field(service):
+    for field, tokens in (("logit_bias", {"99999": 1}), ("stop_token_ids", [99999])):
+        status, answer = ask(service, **{field: tokens})
+        assert status == 400 and answer["error"]["param"] == field
+
+
 def test_a_template_that_does_not_end_ends_its_request_alone(service, tokenizer, monkeypatch):
     """One chat kept a thread for ever."""
     monkeypatch.setattr(timings, "TIMINGS", ModelTimings(template_s=0.3))

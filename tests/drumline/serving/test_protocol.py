@@ -81,7 +81,7 @@ def test_items_are_counted_in_what_a_user_defines_too():
     with pytest.raises(protocol.ApiError, match="20001 items are in one list") as caught:
         chat(tools=[{"function": {"enum": [None] * 20_001}}])
     assert caught.value.body["error"]["code"] is None  # a shorter conversation would not help
-    assert chat(tools=[{"function": {"enum": [None] * 5000}}])
+    assert chat(tools=[{"function": {"name": "f", "enum": [None] * 5000}}])
 
 
 def completion(**fields):
@@ -210,6 +210,13 @@ def test_parameters_of_a_tool_that_are_not_an_object_are_refused(parameters):
     with pytest.raises(protocol.ApiError, match="the parameters of a function") as refused:
         chat(tools=[tool], tool_choice={"type": "function", "function": {"name": "f"}})
     assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("function", [{}, {"name": 5}, {"name": None}])
+def test_a_function_without_a_name_is_refused(function):
+    """A call of a tool that is required had the name None."""
+    with pytest.raises(protocol.ApiError, match="has no name"):
+        chat(tools=[{"type": "function", "function": function}], tool_choice="required")
 
 
 @pytest.mark.parametrize("tool", [{"type": "web_search"}, {"type": "function"}, {}])
