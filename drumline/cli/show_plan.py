@@ -15,7 +15,7 @@ from drumline.cli import plan_pictures
 from drumline.contact.loading.hub import folder_of_headers
 from drumline.core.device_map import DeviceMap, ModelProfile, Place, format_nbytes
 from drumline.errors import DrumlineError
-from drumline.pipeline.microbatch import tokens_of_chunk
+from drumline.pipeline.microbatch import is_chunked, tokens_of_chunk
 from drumline.planner import model_profile
 from drumline.planner.cost_model import (
     DeviceSpeed,
@@ -118,7 +118,8 @@ def show_plan(
         _, model, weights = sized_model(checkpoint, request)
     config, kind, torch_dtype = checkpoint.config, checkpoint.kind, checkpoint.dtype
     for_tokens = token_memory(kind, config, torch_dtype, weights, batch, length)
-    profile = with_tokens(weights, for_tokens)
+    is_whole = not is_chunked(config, length, len(memory))
+    profile = with_tokens(weights, for_tokens, is_whole)
     free_nbytes = {(rank, "cpu"): nbytes(size) for rank, size in enumerate(memory)}
     bandwidth = bandwidth or [DEFAULT_BANDWIDTH] * len(memory)
     hop = LinkSpeed(hop_us * 1e-6, nbytes(link) if link else math.inf)

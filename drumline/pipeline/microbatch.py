@@ -122,6 +122,11 @@ def keeps_no_state(config: Any) -> bool:
     return is_text_alone and not _holds_growing_positions(vars(config))
 
 
+def is_chunked(config: Any, tokens: int, stages: int, scale: int = 1) -> bool:
+    """True if a prompt of a model with this config is split along its tokens."""
+    return keeps_no_state(config) and tokens_of_chunk(tokens, stages, scale) > 0
+
+
 def _holds_growing_positions(settings: Mapping[str, Any]) -> bool:
     """True if settings of positions, by any name, are of a kind that changes with longer texts."""
     has_factor = any("factor" in str(name) for name in settings)

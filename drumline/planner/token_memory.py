@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from coordinator import Coordinator
+from coordinator import Coordinator, torch_private
 from drumline.contact import caches
 from drumline.contact.cache_layers import window_tokens
 from drumline.contact.loading.configs import implementations_of, without_quantization
@@ -44,13 +44,15 @@ class TokenMemory:
     """Bytes by part of a model, for a number of sequences with a number of tokens each.
 
     kept: from pass to pass, as keys and values, latents or states. active: at most, while the part
-        runs over all of these tokens at once, with its result. error: why nothing is known.
+        runs over all of these tokens at once, with its result. masks: beside that, where a pass
+        over all of them takes a mask. error: why nothing is known.
     num_calls, prompt_calls: no bytes, but of functions of torch, in the pass of one token that
         follows them, and in theirs.
     """
 
     kept: dict[str, int] = field(default_factory=dict)
     active: dict[str, int] = field(default_factory=dict)
+    masks: dict[str, int] = field(default_factory=dict)
     num_calls: dict[str, int] = field(default_factory=dict)
     prompt_calls: dict[str, int] = field(default_factory=dict)
     error: str = ""
@@ -132,12 +134,16 @@ def memory_of_model(model: nn.Module, parts: ModelProfile, batch: int, length: i
     return _measured(model, _names(parts), batch, length)
 
 
-def with_tokens(parts: ModelProfile, memory: TokenMemory) -> ModelProfile:
+def with_tokens(parts: ModelProfile, memory: TokenMemory, is_whole: bool = False) -> ModelProfile:
     """The profile with what a pass takes: caches, logits in the part that makes them, and for each
-    place the workspace of a layer."""
+    place the workspace of a layer.
+
+    is_whole: a prompt is one pass, and not several over parts of it, whose masks are small.
+    """
 
     def active(part: ModulePart) -> int:
-        return memory.active.get(part.name, 0) + part.unpacked_nbytes
+        mask_nbytes = memory.masks.get(part.name, 0) if is_whole else 0
+        return memory.active.get(part.name, 0) + mask_nbytes + part.unpacked_nbytes
 
     workspace = max(map(active, parts.layers), default=0)
 
@@ -183,7 +189,7 @@ def _run(passes: _Passes, length: int) -> TokenMemory:
     num_calls = passes.calls_of_next(short)
     try:
         last = passes.run(length, limit=GROWTH * short.shapes.num_calls)
-        return TokenMemory(last.kept, last.active, num_calls, last.num_calls)
+        return TokenMemory(last.kept, last.active, last.masks, num_calls, last.num_calls)
     except TooManyCalls:
         longer = passes.run(LONGER)
     kept, active, calls = {}, {}, {}
@@ -192,7 +198,7 @@ def _run(passes: _Passes, length: int) -> TokenMemory:
         kept[name] = _grown(short.kept[name], longer.kept[name], num_kept)
         active[name] = _grown(short.active[name], longer.active[name], length)
         calls[name] = _grown(short.num_calls[name], longer.num_calls[name], length)
-    return TokenMemory(kept, active, num_calls, calls)
+    return TokenMemory(kept, active, {}, num_calls, calls)
 
 
 def _grown(short: int, longer: int, num_tokens: int) -> int:
@@ -253,7 +259,9 @@ class _WatchedPass:
 
     def __init__(self, names: Sequence[str], limit: float):
         self.shapes, self.live = MetaPass(limit), LiveMemory()
-        self.kept, self.active, self.num_calls = (dict.fromkeys(names, 0) for _ in range(3))
+        self.kept, self.active, self.masks, self.num_calls = (
+            dict.fromkeys(names, 0) for _ in range(4)
+        )
         self.windows: dict[str, float] = {}
         self.states: dict[str, Any] = {}
         self.nbytes_by_layer: dict[int, int] = {}
@@ -269,6 +277,7 @@ class _WatchedPass:
             live = self.live
             self.active[name] = max(self.active[name], live.peak_nbytes - self._live_before)
             self.num_calls[name] += self.shapes.num_calls - self._calls_before
+            self.masks[name] = max(self.masks[name], _masks_nbytes([args, options]))
             for cache in caches.iter_caches([args, options]):
                 self._look(name, cache)
 
@@ -286,6 +295,15 @@ class _WatchedPass:
                 self.nbytes_by_layer[key] = self.nbytes_by_layer.get(key, 0) + more
                 self.kept[name] += more
                 self.windows[name] = max(self.windows.get(name, 0), window_tokens(layer))
+
+
+def _masks_nbytes(values: Any) -> int:
+    """The bytes of masks that a part is given, and of the numbers that torch makes of bools."""
+    tensors = [leaf for leaf in torch_private.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    itemsize = max((t.itemsize for t in tensors if t.is_floating_point()), default=0)
+    masks = [t for t in tensors if t.dim() == 4 and t.shape[-1] == t.shape[-2]]
+    num_bools = sum(mask.numel() for mask in masks if mask.dtype == torch.bool)
+    return sum(mask.untyped_storage().nbytes() for mask in masks) + itemsize * num_bools
 
 
 def _nbytes(state: Any) -> int:

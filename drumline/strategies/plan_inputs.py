@@ -83,7 +83,10 @@ def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOption
     implementations, free_nbytes = dict(options.rest), allowed_memory(coor, options.max_memory)
     devices = {device for _, device in free_nbytes}
     scale = 1 if devices == {"cpu"} else microbatch.ACCELERATED
-    if "disk" not in devices and microbatch.tokens_of_chunk(options.length, coor.world_size, scale):
+    is_chunked = "disk" not in devices and microbatch.is_chunked(
+        checkpoint.config, options.length, coor.world_size, scale
+    )
+    if is_chunked:
         # Of the scores of a prompt in chunks no attention has many at once.
         implementations["attn_implementation"] = attention_of(checkpoint.config)
     config = with_implementations(checkpoint.config, implementations)
@@ -95,7 +98,8 @@ def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOption
         return token_memory(checkpoint.kind, checkpoint.config, *sizes) if memory.error else memory
 
     memory = shared_token_memory(coor, checkpoint.kind, measure)
-    parts = with_tokens(parts, memory.of_batch(options.batch, options.pass_batch))
+    memory = memory.of_batch(options.batch, options.pass_batch)
+    parts = with_tokens(parts, memory, is_whole=not (is_chunked or options.pass_tokens))
     step = PassShape(options.batch, model_profile.hidden_width(config), dtype.itemsize)
     return PlanInputs(checkpoint, parts, free_nbytes, step)
 
