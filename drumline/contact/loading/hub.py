@@ -22,7 +22,7 @@ from typing import Any
 
 from drumline.errors import CheckpointError
 
-ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+|(?!.*\.(gguf|safetensors)$)[A-Za-z0-9][\w.-]*")
 WEIGHTS = "*.safetensors"
 PATTERNS = (WEIGHTS, "*.json", "*.jinja", "*.model", "*.txt", "*.py")
 """What a model is made of; other formats of the same weights stay where they are."""
@@ -35,7 +35,7 @@ UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 
 def is_hub_id(path: str | Path) -> bool:
-    """True for `org/name` where no such folder is."""
+    """True for `org/name`, or a name alone, such as gpt2, where no such folder is."""
     return bool(ID.fullmatch(str(path))) and not _is_there(path)
 
 
