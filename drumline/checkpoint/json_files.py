@@ -116,9 +116,12 @@ def check_has_config(folder: Path, adapter: str | Path | None = None) -> None:
             f"model may be another one; pass adapter={str(folder)!r} to apply it, or move it away."
         )
     if not has_config:
+        files = folder.glob("*.gguf") if os.path.isdir(folder) else ()
+        names = ", ".join(sorted(file.name for file in files))
         raise CheckpointError(
             f"{folder} holds no config.json, so there is no model in it; give the directory that "
-            "save_pretrained() wrote, or that a download of the model ended in."
+            "save_pretrained() wrote, or that a download of the model ended in"
+            + (f", or the path of its GGUF file ({names})." if names else ".")
         )
 
 

@@ -115,6 +115,7 @@ class _HeaderReader:
         num_fields = GGUF["kv_count"].check(self._number("Q", "kv_count"))
         for _ in range(num_fields):
             self._read_field()
+        GGUF["split.count"].check(self.fields.get("split.count", 0))
         alignment = GGUF["general.alignment"].check(self.fields.get("general.alignment", 32))
         if alignment & (alignment - 1):
             raise FieldError(f"general.alignment={alignment} is not a power of two")
@@ -303,7 +304,6 @@ def check_model_fields(
             most = len(tensors) if name.endswith("block_count") else math.inf
             for number in value if isinstance(value, list) else [value]:  # one for each layer
                 bound.check(number, prefix.rstrip("."), most)
-    GGUF["split.count"].check(fields.get("split.count", 0))
     _check_heads(prefix, model_fields, tensors)
     _check_vocabulary(fields, tensors)
     positions = tensors.get("position_embd.weight")

@@ -110,6 +110,11 @@ def many_tensors(parts):
     parts.tensors += [[f"x.{number}", [1], TENSOR_F32, 0, b""] for number in range(9000)]
 
 
+def later_file(parts):
+    parts.set("split.count", 2, 3)
+    parts.remove("general.architecture")
+
+
 def many_arrays(parts):
     parts.fields += [[f"x.{number}", ARRAY, array_of(U8, 4000, bytes(4000))] for number in (1, 2)]
 
@@ -211,6 +216,7 @@ LIES = {
     "no number of layers": (without("llama.block_count"), "no field llama.block_count"),
     "infinite rope": (fields("llama.rope.freq_base", F32, float("inf")), "llama.rope.freq_base is"),
     "one of several files": (fields("split.count", 2, 3), "split.count=3"),
+    "a later one of several files": (later_file, "split.count=3.*merged by llama-gguf-split"),
     "more words than rows": (
         fields("tokenizer.ggml.tokens", ARRAY, (STRING, ["a"] * 65)),
         "not one entry for each of 65 tokens",
