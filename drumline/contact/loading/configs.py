@@ -140,7 +140,7 @@ def hoist_quantization(config: Any) -> Any:
     """The config, which itself says how the weights of its decoder are quantized, as transformers
     takes it."""
     decoder = config.get_text_config(decoder=True)
-    fields = decoder if isinstance(decoder, dict) else vars(decoder)
+    fields = decoder if isinstance(decoder, dict) else getattr(decoder, "__dict__", {})
     own = fields.pop("quantization_config", None)
     if own is not None and getattr(config, "quantization_config", None) is None:
         config.quantization_config = own

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import socket
 import threading
 import time
@@ -112,7 +113,8 @@ def test_ranks_that_cannot_reach_each_other_say_so_at_the_deadline(ranks_or_erro
             coor.connections(timeout_s=1)
 
     waiting, failing = ranks_or_errors(body, 2)
-    assert "waited 0.8 s for rank 1" in str(waiting) and "firewall" in str(failing)
+    assert re.search(r"waited (0\.[89]|1\.0) s for rank 1", str(waiting))
+    assert "firewall" in str(failing)
 
 
 def test_a_rank_that_leaves_while_others_connect_to_it_is_named_at_once(

@@ -225,7 +225,7 @@ def test_variables_that_no_launch_can_have_are_an_error_of_one_line(
         (f"plan --memory 1MiB --model /{LONG}", "no config.json"),
         (
             f"bench --model {{}} --adapter /{LONG} --prompt-tokens 2 --new-tokens 2",
-            "no .safetensors",
+            "holds no adapter_config.json",
         ),
         (f"plan --memory 1MiB --model tests/{LONG}", "the Hub does not give"),
     ],
