@@ -20,6 +20,7 @@ from drumline.core.device_map import DeviceMap
 from drumline.errors import DrumlineError, exit_code
 from drumline.planner.plan import KINDS
 from drumline.strategies.load import load
+from launcher.cli import forget_torchrun
 
 
 def run_script(script: str, arguments: list[str]) -> None:
@@ -27,6 +28,7 @@ def run_script(script: str, arguments: list[str]) -> None:
 
     The script runs on rank 0; when it ends, the other ranks end with its exit code.
     """
+    forget_torchrun()
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     with no_code_prompt(), models_over_all_ranks():

@@ -35,7 +35,7 @@ from launcher.errors import LaunchError, LaunchInterrupted
 from launcher.job import LOOPBACK, Job, Target, new_launch_id
 from launcher.runtime import rank_process
 from launcher.runtime.log_setup import configure as configure_logging
-from launcher.runtime.rank_environment import set_patience
+from launcher.runtime.rank_environment import forget_torchrun, set_patience
 from launcher.system import gpus, linux
 
 PROG = "python -m launcher"

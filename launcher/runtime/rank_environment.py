@@ -69,6 +69,16 @@ def job_variables(job: Job) -> dict[str, str]:
     return {**restarts, **traced, **({ENCRYPT_VARIABLE: "1"} if job.encrypt else {})}
 
 
+def forget_torchrun() -> None:
+    """Let libraries of this rank take it for a process alone: Accelerate waits for the other ranks.
+
+    `launcher.current()` still knows its place, except in a rank that torchrun itself started, where
+    nothing changes.
+    """
+    if nesting.has_our_run_id(os.environ):
+        linux.remove_variables(os.environ, torchrun_variables(LaunchInfo("none"), 0, 0))
+
+
 def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables without those of an enclosing launch, if this is a rank of ours.
 

@@ -516,10 +516,35 @@ def test_an_unmodified_script_runs_over_the_ranks_and_ends_them_with_its_code(
     script.write_text(SCRIPT)
     master, server = start(RUN, 2, script, with_tokenizer)
     out, err = master.communicate(timeout=90)
-    assert "ranks [0, 1]" in out and "torch.Size([1, 11])" in out and "55 54 10" in out, err
+    assert (
+        "ranks [0, 1]" in out and "torch.Size([1, 11])" in out and "55 54 10" in out
+    ), err
     assert "devices ['cpu', 'rank 1 cpu'] model.embed_tokens" in out
     assert "other ranks serve its first model" in out
     assert master.returncode == 7 and server.wait(timeout=60) == 7 and not server.stdout.read()
+
+
+ACCELERATED = """
+import sys
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM
+
+import launcher
+
+accelerator = Accelerator(cpu=True)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], device_map="auto")
+accelerator.wait_for_everyone()
+print(accelerator.num_processes, "alone of", launcher.current().world_size)
+"""
+
+
+def test_libraries_of_a_script_take_rank_0_for_a_process_alone(checkpoints, tmp_path, warm):
+    """Accelerate, and Trainer by it, waited without end for ranks that serve."""
+    script = tmp_path / "accelerated.py"
+    script.write_text(ACCELERATED)
+    words = "-m", "drumline", "auto", "-n", "2", script, checkpoints.llama()[1]
+    ended = warm.run(*words, timeout=90)
+    assert ended.returncode == 0 and "1 alone of 2" in ended.stdout, ended.stderr
 
 
 def test_a_script_of_one_rank_gets_each_model_that_it_loads_and_may_drop_it(checkpoints):
