@@ -170,7 +170,7 @@ def _place(stage: LoadedStage, weight_map: WeightMap, checkpoint: Checkpoint, ra
     """Let the modules of this rank run on their devices, and find their weights there."""
     model, device_map, source = stage.model, stage.device_map, checkpoint.files
     if rank == 0:
-        model.config.name_or_path = str(source.path)
+        model.config.name_or_path = model.name_or_path = str(source.path)
         if model.can_generate() and source.path.is_dir():  # a GGUF file says it in the config
             settings = checkpoint.generation or read_generation_config(source.path)
             model.generation_config = settings

@@ -495,7 +495,7 @@ import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 path = sys.argv[1]
 model = AutoModelForCausalLM.from_pretrained(path, device_map="auto")
-print("ranks", model.device_map.ranks)
+print("ranks", model.device_map.ranks, "named", model.name_or_path == path)
 print("devices", sorted(set(model.hf_device_map.values())), next(iter(model.hf_device_map)))
 print(model.generate(torch.arange(3, 9)[None], max_new_tokens=5).shape)
 pipe = pipeline("text-generation", model=model, tokenizer=AutoTokenizer.from_pretrained(path))
@@ -517,7 +517,7 @@ def test_an_unmodified_script_runs_over_the_ranks_and_ends_them_with_its_code(
     master, server = start(RUN, 2, script, with_tokenizer)
     out, err = master.communicate(timeout=90)
     assert (
-        "ranks [0, 1]" in out and "torch.Size([1, 11])" in out and "55 54 10" in out
+        "ranks [0, 1] named True" in out and "torch.Size([1, 11])" in out and "55 54 10" in out
     ), err
     assert "devices ['cpu', 'rank 1 cpu'] model.embed_tokens" in out
     assert "other ranks serve its first model" in out
