@@ -240,7 +240,8 @@ class _ReadOnlyModule(nn.Module):
             )
 
     def __setattr__(self, key: str, value: Any) -> None:
-        if isinstance(value, (nn.Module, nn.Parameter)):
+        is_forward = key == "forward" and isinstance(self.__dict__.get(key), _RemoteForward)
+        if isinstance(value, (nn.Module, nn.Parameter)) or is_forward:
             name, rank = self.__dict__["_read_only_origin"]
             raise RemoteLayerError(
                 f"rank 0: {name}.{key} runs on rank {rank}, so what is put in its place here would "

@@ -41,6 +41,7 @@ REFUSED = {
     "gradients": (lambda model: model.requires_grad_(), "inference"),
     "checkpointing": (lambda model: model.gradient_checkpointing_enable(), "inference"),
     "surgery": (lambda model: set_query(model, nn.Linear(32, 32)), "never be used"),
+    "a part's forward": (lambda model: set_forward(model), "never be used"),
     "a weight": (lambda model: set_weight(model), "never be used"),
     "a weight in place": (lambda model: query(model).data.mul_(2), "would change nothing there"),
     "rows of a weight": (lambda model: zero_rows(model), "would change nothing there"),
@@ -66,6 +67,10 @@ def set_query(model, value):
 
 def set_weight(model):
     model.model.layers[-1].self_attn.q_proj.weight = nn.Parameter(torch.zeros(32, 32))
+
+
+def set_forward(model):
+    model.model.layers[-1].mlp.forward = lambda hidden: 0 * hidden
 
 
 def query(model):
