@@ -305,7 +305,7 @@ class _ReadOnlyTensor:
         with torch_private.plain_functions():
             try:
                 result = func(*args, **kwargs)
-            except (NotImplementedError, RuntimeError) as error:  # perhaps for want of values
+            except (RuntimeError, TypeError) as error:  # perhaps for want of values
                 name, rank = read_only[0].__dict__["_read_only_origin"]
                 raise DrumlineError(
                     f"rank 0: {func.__name__} failed with {name}, whose values are on "

@@ -47,6 +47,7 @@ REFUSED = {
     "rows of a weight": (lambda model: zero_rows(model), "would change nothing there"),
     "a weight's data": (lambda model: set_data(model), "would change nothing there"),
     "a weight anew": (lambda model: nn.init.normal_(query(model)), "would change nothing there"),
+    "values of a weight": (lambda model: query(model).detach().numpy(), "a call of it works"),
     "backward": (lambda model: backward(model), "no gradient comes back"),
     "hook inside": (lambda model: hook(model), "hook the whole layer"),
     "part of a layer": (lambda model: call_part(model), "whole layer"),
