@@ -240,8 +240,11 @@ class _ReadOnlyModule(nn.Module):
             )
 
     def __setattr__(self, key: str, value: Any) -> None:
-        is_forward = key == "forward" and isinstance(self.__dict__.get(key), _RemoteForward)
-        if isinstance(value, (nn.Module, nn.Parameter)) or is_forward:
+        now = self.__dict__.get(key)
+        is_forward = key == "forward" and isinstance(now, _RemoteForward)
+        # A number such as a scale; where nothing is dropped the rate of it does not matter.
+        is_number = type(now) is float and now != value and not isinstance(self, nn.Dropout)
+        if isinstance(value, (nn.Module, nn.Parameter)) or is_forward or is_number:
             name, rank = self.__dict__["_read_only_origin"]
             raise RemoteLayerError(
                 f"rank 0: {name}.{key} runs on rank {rank}, so what is put in its place here would "

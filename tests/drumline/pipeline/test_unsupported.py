@@ -42,6 +42,7 @@ REFUSED = {
     "checkpointing": (lambda model: model.gradient_checkpointing_enable(), "inference"),
     "surgery": (lambda model: set_query(model, nn.Linear(32, 32)), "never be used"),
     "a part's forward": (lambda model: set_forward(model), "never be used"),
+    "another number": (lambda model: set_scale(model), "never be used"),
     "a weight": (lambda model: set_weight(model), "never be used"),
     "a weight in place": (lambda model: query(model).data.mul_(2), "would change nothing there"),
     "rows of a weight": (lambda model: zero_rows(model), "would change nothing there"),
@@ -72,6 +73,13 @@ def set_weight(model):
 
 def set_forward(model):
     model.model.layers[-1].mlp.forward = lambda hidden: 0 * hidden
+
+
+def set_scale(model):
+    attention = model.model.layers[-1].self_attn
+    attention.scaling = attention.scaling + 0  # as it is
+    attention.of_the_script = 0.5
+    attention.scaling = 0.9
 
 
 def query(model):
