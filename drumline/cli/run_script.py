@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import os
 import runpy
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import launcher
 from drumline.contact.loading.configs import is_config
 from drumline.contact.loading.models import loading_replaced, no_code_prompt
 from drumline.core.device_map import DeviceMap
@@ -21,6 +23,8 @@ from drumline.errors import DrumlineError, exit_code
 from drumline.planner.plan import KINDS
 from drumline.strategies.load import load
 from launcher.cli import forget_torchrun
+
+log = logging.getLogger(__name__)
 
 
 def run_script(script: str, arguments: list[str]) -> None:
@@ -41,6 +45,7 @@ def models_over_all_ranks() -> Iterator[None]:
 
     It patches transformers for the whole process, which is to run this script alone.
     """
+    loaded: list[str] = []  # by all ranks
     served: list[Any] = []  # by other ranks, which end with the script's code
 
     def load_model(
@@ -53,6 +58,7 @@ def models_over_all_ranks() -> Iterator[None]:
         names = [*inspect.signature(cls).parameters][1:]  # of its constructor, after the config
         model = load_over_all_ranks(cls, path, {**options, **dict(zip(names, args, strict=False))})
         model.hf_device_map = devices_by_module(model.device_map)
+        loaded.append(str(path))
         if model.traffic is not None:
             served.append(model)
         return model
@@ -67,6 +73,17 @@ def models_over_all_ranks() -> Iterator[None]:
     finally:
         for model in served:
             model.close(code)
+        if not loaded and code == 0:
+            _warn_of_repeats(launcher.current())
+
+
+def _warn_of_repeats(info: launcher.LaunchInfo) -> None:
+    if info.rank == 0 and info.world_size > 1:
+        log.warning(
+            "rank 0: the script loaded no model by from_pretrained(device_map='auto'), so each of "
+            "%d ranks has run the whole of it.",
+            info.world_size,
+        )
 
 
 def _check_single(served: list[Any], path: Any) -> None:

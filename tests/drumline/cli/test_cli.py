@@ -547,6 +547,17 @@ def test_libraries_of_a_script_take_rank_0_for_a_process_alone(checkpoints, tmp_
     assert ended.returncode == 0 and "1 alone of 2" in ended.stdout, ended.stderr
 
 
+def test_a_script_that_loads_nothing_over_the_ranks_says_that_each_has_run_it(tmp_path, warm):
+    """All was printed twice, and nothing said why."""
+    script = tmp_path / "unsplit.py"
+    script.write_text("print('whole')\nraise SystemExit(0)")
+    ended = warm.run("-m", "drumline", "auto", "-n", "2", script, timeout=90)
+    assert ended.returncode == 0 and ended.stdout.count("whole") == 2
+    assert ended.stderr.count("each of 2 ranks has run the whole of it") == 1
+    ended = warm.run("-m", "drumline", "auto", "-n", "1", script, timeout=90)
+    assert ended.returncode == 0 and not ended.stderr
+
+
 def test_a_script_of_one_rank_gets_each_model_that_it_loads_and_may_drop_it(checkpoints):
     """The second was the first, and none was ever freed."""
     paths = [make()[1] for make in (checkpoints.llama, checkpoints.gpt2)]
