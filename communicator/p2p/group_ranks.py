@@ -128,11 +128,11 @@ def coordinator_over(
     if not isinstance(ranks, Store):
         kind = type(ranks).__name__
         raise TypeError(f"Communicator.over({kind}): needs a torch ProcessGroup or a torch Store")
-    given = [int(number) for number in (rank, world_size) if isinstance(number, SupportsIndex)]
-    if len(given) < 2 or not 0 <= given[0] < given[1]:
+    indices = [int(number) for number in (rank, world_size) if isinstance(number, SupportsIndex)]
+    if len(indices) < 2 or not 0 <= indices[0] < indices[1]:
         raise ValueError(
             f"Communicator.over(store, rank={rank!r}, world_size={world_size!r}): pass the rank of "
             "this process, and the number of ranks that share the store, as numbers."
         )
-    rank, world_size = given
+    rank, world_size = indices
     return meet(ranks, rank, world_size, timeout_s)
