@@ -4,16 +4,15 @@ group = P2PEngine(coor, streams).all_ranks
 work = group.start("recv", tensor, src, tag)
 work.wait()
 
-They travel through streams of their own, so no collective delays them. A small one is sent at once,
-and buffered where nobody has posted a receive for it. So are the first large ones, until the
+They travel through streams of their own, so no collective delays them. A small message is sent at
+once, and buffered where nobody has posted a receive for it. So are the first large ones, until the
 receiver confirms that it has received them; further ones are offered, and sent once a receive has
 matched them. At most about 16 MiB from a peer are buffered: then nothing more is read from it, in
-any group, until some are received, a thread waits for it, or it is gone.
-
-Whoever waits moves the messages of all. While nobody waits a thread does, which sleeps until a
-stream changes, and which is started by the first message that has to wait. All groups of a process
-send through the engine of its default group: a message carries the number of its group, and a rank
-that leaves a group says so to the others.
+any group, until some are received, a thread waits for it, or it is gone. Whoever waits moves the
+messages of all. While nobody waits a thread does, which sleeps until a stream changes, and which is
+started by the first message that has to wait. All groups of a process send through the engine of
+its default group: a message carries the number of its group, and a rank that leaves a group says so
+to the others.
 """
 
 from __future__ import annotations
@@ -425,9 +424,9 @@ class P2PEngine:
         """Count bytes that are buffered; of a peer with too many only what is awaited is read."""
         self._buffered[peer] += nbytes
         if peer not in self._lost:
-            is_full = self._buffered[peer] >= MAX_BUFFERED_BYTES
-            is_read = not is_full or any(work.is_awaited_from(peer) for work in self._pending)
-            self._set_interest(peer, READABLE, is_read)
+            awaits = (work.is_awaited_from(peer) for work in self._pending)
+            has_room = self._buffered[peer] < MAX_BUFFERED_BYTES
+            self._set_interest(peer, READABLE, has_room or any(awaits))
 
     # Peers that have gone.
 
@@ -439,7 +438,8 @@ class P2PEngine:
         awaited = {work.peer for work in self._pending}
         peers = self._outgoing if ANY_SOURCE in awaited else awaited
         for peer in set(peers) - self._lost.keys():
-            self._set_buffered(peer, 0)  # which may be awaited only now
+            if peer in self._buffered:  # and is not this rank, which torch takes as one
+                self._set_buffered(peer, 0)  # it may be awaited only now
             try:
                 self._streams.stream_check(peer)
             except DrumlineError as error:

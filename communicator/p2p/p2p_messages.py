@@ -108,7 +108,7 @@ class P2PWork(AsyncWork):
     ) -> None:
         super().__init__([tensor])
         self._engine, self.group = engine, group
-        self.kind, self.peer, self.tag, self._is_awaited = kind, peer, tag, False
+        self.kind, self.peer, self.tag, self._num_waiting = kind, peer, tag, 0
         self._flattened = flattened(tensor)
         self.whole = self._flattened.__enter__()
         self.address, self.nbytes = self.whole.data_ptr(), self.whole.nbytes
@@ -147,8 +147,8 @@ class P2PWork(AsyncWork):
         return self._engine.has_died(peer) or self._engine.are_gone(group)
 
     def is_awaited_from(self, peer: int) -> bool:
-        """True if a thread has waited for it: behind what else comes from there may be its end."""
-        return self._is_awaited and self.peer in (peer, ANY_SOURCE)
+        """True if a thread waits for it: behind what else comes from there may be its end."""
+        return self._num_waiting > 0 and self.peer in (peer, ANY_SOURCE)
 
     def finish(self, error: Exception | None) -> None:
         if self.is_completed():
@@ -161,8 +161,11 @@ class P2PWork(AsyncWork):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """True once the tensor was sent or has come. timeout 0: that of the group, from now on."""
         if not self.is_completed():
-            self._is_awaited = True
-            self._engine.wait_for(self, timeout.total_seconds())
+            self._num_waiting += 1
+            try:
+                self._engine.wait_for(self, timeout.total_seconds())
+            finally:
+                self._num_waiting -= 1
         self._result_or_raise()
         return True
 

@@ -373,6 +373,7 @@ def sender_waits_once_the_receiver_has_buffered_enough():
         return []
     size, count = 30_000 // 4, 1000  # 30 MB of small messages
     if dist.get_rank() == 0:
+        dist.barrier()
         works = [dist.isend(torch.full((size,), float(i)), 1, tag=1) for i in range(count)]
         time.sleep(0.2)
         assert not works[-1].is_completed()
@@ -380,7 +381,10 @@ def sender_waits_once_the_receiver_has_buffered_enough():
         for work in works:
             work.wait()
     else:
-        dist.irecv(torch.zeros(1), 0, tag=2)  # a reason to read what comes
+        work = dist.irecv(torch.zeros(1), 0, tag=2)  # a reason to read what comes
+        gives_up(CommunicatorTimeout, lambda: work.wait(timedelta(seconds=0.1)))
+        dist.irecv(torch.zeros(1), 1, tag=3)  # of which nothing ever comes
+        dist.barrier()
         time.sleep(0.2)
         dist.barrier()
         came = torch.zeros(size)
