@@ -88,10 +88,12 @@ def _torchrun_variables(info: LaunchInfo) -> Iterator[None]:
         if restart_count:
             os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart_count)
         if info.extras.get("store") != "agent":
-            port = int(os.environ.get(rank_environment.TORCH_PORT, 0))
-            port = port or ports.torch_candidates(info.launch_id, info.master_port)[0]
+            told = int(os.environ.get(rank_environment.TORCH_PORT, 0))
+            port = told or ports.torch_candidates(info.launch_id, info.master_port)[0]
             if info.rank == 0 and info.local_world_size < info.world_size:
-                held.enter_context(ports.reserve([port]))
+                # One that was told may be kept already, by the launcher on this host.
+                with contextlib.suppress(*((OSError,) if told else ())):
+                    held.enter_context(ports.reserve([port]))
             extras = {name: text for name, text in info.extras.items() if name != "secret_fd"}
             rank_info = replace(info, extras={**extras, **nesting.extras(os.environ)})
             rank_environment.set_variables(rank_info, port, restart_count)

@@ -73,8 +73,10 @@ def _on_stop_signal(backend: int, number: int, _frame: FrameType | None) -> None
 
 
 def _on_second_signal(backend: int, _number: int, _frame: FrameType | None) -> None:
-    """Kill, a moment after SIGTERM: srun then kills its tasks, which do not descend from here."""
-    signal.signal(signal.SIGALRM, lambda *_: descendants.signal_all(signal.SIGKILL))
+    """Kill, a moment after SIGTERM or at the next signal: srun then kills its tasks, which do not
+    descend from here."""
+    for number in {signal.SIGALRM, *STOP_SIGNALS} - {signal.SIGTERM}:
+        signal.signal(number, lambda *_: descendants.signal_all(signal.SIGKILL))
     signal.setitimer(signal.ITIMER_REAL, timings.TIMINGS.failure_grace_s)
     linux.send_signal(backend, signal.SIGTERM)
 

@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import launcher
-from launcher import ports
+from launcher import LaunchInfo, ports
+from launcher.external import rank_main
+from launcher.runtime import rank_environment
 from launcher.system import linux
 
 
@@ -126,3 +128,13 @@ def test_only_rank_0_has_the_listening_socket():
     (first, its), *others = launcher.launch(count_sockets, 3)
     assert first and not any(has for has, _ in others)
     assert all(count == its - 1 for _, count in others)
+
+
+def test_a_port_that_the_launcher_keeps_on_the_host_of_rank_0_is_no_error_there(monkeypatch):
+    """Rank 0 kept it again, where one mpiexec had put its ranks on several hosts."""
+    info = LaunchInfo("several", world_size=2, local_world_size=1, master_port=20000)
+    with ports.reserve_for_torch("several", 0) as holder:
+        port = str(holder.getsockname()[1])
+        monkeypatch.setattr(os, "environ", {rank_environment.TORCH_PORT: port})
+        with rank_main._torchrun_variables(info):
+            assert os.environ["MASTER_PORT"] == port
