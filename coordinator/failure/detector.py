@@ -233,7 +233,7 @@ class FailureDetector:
         """The error that this rank raises for the failure of its group."""
         self._forward(failure)
         kind, me = KINDS[failure.kind], self.me.rank
-        if kind is CoordinatorError:
+        if kind is CoordinatorError and not failure.ranks:  # else one of them could not join
             return CoordinatorError(
                 f"rank {me} was in {pending.call}, but the ranks are in different calls: "
                 f"{failure.text}. {SAME_CALLS}"
