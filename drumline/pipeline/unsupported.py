@@ -243,7 +243,8 @@ class _ReadOnlyModule(nn.Module):
         now = self.__dict__.get(key)
         is_forward = key == "forward" and isinstance(now, _RemoteForward)
         # A number such as a scale; where nothing is dropped the rate of it does not matter.
-        is_number = type(now) is float and now != value and not isinstance(self, nn.Dropout)
+        is_rate = isinstance(self, nn.Dropout) or "drop" in key
+        is_number = type(now) is float and now != value and not is_rate
         if isinstance(value, (nn.Module, nn.Parameter)) or is_forward or is_number:
             name, rank = self.__dict__["_read_only_origin"]
             raise RemoteLayerError(

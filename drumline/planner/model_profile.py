@@ -162,6 +162,9 @@ def layer_names(
         yield from _entries(model)
         return
     names = [n for n, m in model.named_modules() if type(m).__name__ in kinds and _has_weights(m)]
+    if not names and no_split_module_classes:  # of another kind of model
+        yield from layer_names(model)
+        return
     entries = {
         f"{name}.{key}"
         for name, module in model.named_modules()

@@ -79,6 +79,7 @@ def set_scale(model):
     attention = model.model.layers[-1].self_attn
     attention.scaling = attention.scaling + 0  # as it is
     attention.of_the_script = 0.5
+    attention.attention_dropout = 0.3
     attention.scaling = 0.9
 
 

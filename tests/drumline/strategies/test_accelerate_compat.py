@@ -20,6 +20,7 @@ import drumline
 import launcher
 from coordinator import Coordinator
 from drumline.planner import memory
+from drumline.planner.model_profile import layer_names
 
 NAMES = [
     "get_max_memory",
@@ -321,6 +322,7 @@ def test_a_transformers_model_is_not_split_within_the_classes_that_are_given(che
 
     places, tokens = over_ranks(rank, 2)
     assert {*places} == {"model", "lm_head"}
+    assert len([*layer_names(plain, ["GPTJBlock"])]) == plain.config.num_hidden_layers
     assert torch.equal(tokens, plain.generate(ids, max_new_tokens=5, do_sample=False))
 
 
