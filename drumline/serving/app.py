@@ -405,6 +405,7 @@ def _is_local_name(name: str) -> bool:
     """True of names that nobody in the internet can have and point at this host."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(name) is not None
+    name = name.rstrip(".")
     return "." not in name or name.endswith((".localhost", ".local", ".internal"))
 
 

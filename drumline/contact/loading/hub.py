@@ -22,7 +22,9 @@ from typing import Any
 
 from drumline.errors import CheckpointError
 
-ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+|(?!.*\.(gguf|safetensors)$)[A-Za-z0-9][\w.-]*")
+ID = re.compile(
+    r"[A-Za-z0-9][\w.-]*/[\w.-]+|(?!.*\.(gguf|safetensors|json|bin)$)[A-Za-z0-9][\w.-]*"
+)
 WEIGHTS = "*.safetensors"
 PATTERNS = (WEIGHTS, "*.json", "*.jinja", "*.model", "*.txt", "*.py")
 """What a model is made of; other formats of the same weights stay where they are."""
