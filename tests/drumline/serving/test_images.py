@@ -239,7 +239,7 @@ def test_special_tokens_are_added_where_the_request_says_so(service, monkeypatch
     """The field was taken, and ignored for a model with a processor."""
     kept, asked = service.prompts.text, []
     monkeypatch.setattr(
-        service.prompts, "text", lambda text, **options: asked.append(options) or kept(text)
+        service.prompts, "text", lambda *texts, **options: asked.append(options) or kept(*texts)
     )
     fields = {} if given is None else {"add_special_tokens": given}
     assert asyncio.run(chat(service, ["5 6"], **fields))[0] == 200
