@@ -213,7 +213,7 @@ class Backend(CollectivesFromP2P):
         if self.is_closed:
             raise CommunicatorError(
                 f"{self._me}: {call} on a closed Communicator. Make a new one, or close it later. "
-                "It is closed, too, where nothing but its methods is kept."
+                "A Communicator of which only methods are kept is closed, too."
             )
 
     def check_tensor(self, call: str, tensor: torch.Tensor) -> None:

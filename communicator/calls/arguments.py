@@ -112,16 +112,22 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def check_like(
-    me: str, call: str, out: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor
+    me: str,
+    call: str,
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    like: torch.Tensor,
+    subject: str = "out is",
+    advice: str = "to hold the result. Make it with torch.empty, or leave it out.",
 ) -> None:
-    """Raise ValueError unless out has this shape and the dtype and device of like."""
-    actual = (tuple(out.shape), out.dtype, out.device)
+    """Raise ValueError unless a tensor has this shape and the dtype and device of like.
+
+    subject, advice: the beginning and the end of the error's sentence.
+    """
+    actual = (tuple(tensor.shape), tensor.dtype, tensor.device)
     expected = (shape, like.dtype, like.device)
     if actual != expected:
-        raise ValueError(
-            f"{me}, {call}: out is {actual}, but must be {expected} to hold the result. "
-            "Make it with torch.empty, or leave it out."
-        )
+        raise ValueError(f"{me}, {call}: {subject} {actual}, but must be {expected} {advice}")
 
 
 def check_apart(me: str, call: str, tensor: torch.Tensor, out: torch.Tensor, rank: int) -> None:

@@ -16,6 +16,7 @@ from communicator.backend import Backend
 from communicator.calls.arguments import (
     check_apart,
     check_dim,
+    check_like,
     check_op,
     check_other,
     check_peer,
@@ -259,12 +260,8 @@ class CheckedCalls:
         if rows is None:
             raise ValueError(f"{self._me}, scatter: the rows of the rank that sends are None")
         self.backend.check_tensor("scatter", rows)
-        expected = ((self.world_size, *out.shape), out.dtype, out.device)
-        actual = (tuple(rows.shape), rows.dtype, rows.device)
-        if actual != expected:
-            raise ValueError(
-                f"{self._me}, scatter: the rows are {actual}, but must be {expected}: one like "
-                "out for each rank. Pass torch.stack(list_of_rows)."
-            )
+        advice = "to have one like out for each rank. Pass torch.stack(list_of_rows)."
+        shape = (self.world_size, *out.shape)
+        check_like(self._me, "scatter", rows, shape, out, "the rows are", advice)
         check_apart(self._me, "scatter", rows, out, self.rank)
         return rows

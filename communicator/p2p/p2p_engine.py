@@ -438,8 +438,8 @@ class P2PEngine:
         awaited = {work.peer for work in self._pending}
         peers = self._outgoing if ANY_SOURCE in awaited else awaited
         for peer in set(peers) - self._lost.keys():
-            if peer in self._buffered:  # and is not this rank, which torch takes as one
-                self._set_buffered(peer, 0)  # it may be awaited only now
+            if peer in self._buffered:  # torch allows a receive from this rank itself
+                self._set_buffered(peer, 0)  # a message may be awaited only now
             try:
                 self._streams.stream_check(peer)
             except DrumlineError as error:

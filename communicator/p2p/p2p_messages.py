@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -108,7 +109,8 @@ class P2PWork(AsyncWork):
     ) -> None:
         super().__init__([tensor])
         self._engine, self.group = engine, group
-        self.kind, self.peer, self.tag, self._num_waiting = kind, peer, tag, 0
+        self.kind, self.peer, self.tag = kind, peer, tag
+        self._waiting = set[int]()  # threads
         self._flattened = flattened(tensor)
         self.whole = self._flattened.__enter__()
         self.address, self.nbytes = self.whole.data_ptr(), self.whole.nbytes
@@ -148,7 +150,7 @@ class P2PWork(AsyncWork):
 
     def is_awaited_from(self, peer: int) -> bool:
         """True if a thread waits for it: behind what else comes from there may be its end."""
-        return self._num_waiting > 0 and self.peer in (peer, ANY_SOURCE)
+        return bool(self._waiting) and self.peer in (peer, ANY_SOURCE)
 
     def finish(self, error: Exception | None) -> None:
         if self.is_completed():
@@ -161,11 +163,11 @@ class P2PWork(AsyncWork):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """True once the tensor was sent or has come. timeout 0: that of the group, from now on."""
         if not self.is_completed():
-            self._num_waiting += 1
+            self._waiting.add(threading.get_ident())
             try:
                 self._engine.wait_for(self, timeout.total_seconds())
             finally:
-                self._num_waiting -= 1
+                self._waiting.discard(threading.get_ident())
         self._result_or_raise()
         return True
 

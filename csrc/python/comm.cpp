@@ -6,8 +6,8 @@
 PyObject* raise_closed(const CallSite& site) {
     PyErr_Format(
         errors.base,
-        "%s: %s on a closed Communicator. Make a new one, or close it later. It is closed, "
-        "too, where nothing but its methods is kept",
+        "%s: %s on a closed Communicator. Make a new one, or close it later. A Communicator of "
+        "which only methods are kept is closed, too",
         site.me, site.call);
     return nullptr;
 }

@@ -402,7 +402,7 @@ def application(
 
 
 def _is_local_name(name: str) -> bool:
-    """True of names that nobody in the internet can have and point at this host."""
+    """True for a name that nobody in the internet can own and point at this host."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(name) is not None
     name = name.rstrip(".")

@@ -17,7 +17,6 @@ import torch
 
 import launcher
 from coordinator import Coordinator
-from drumline.checkpoint.json_files import gguf_path
 from drumline.contact import accelerate_api
 from drumline.core.device_map import DeviceMap, Place, place_of
 from drumline.planner.load_options import LoadOptions
@@ -146,9 +145,7 @@ def load_checkpoint_and_dispatch(
         options["no_split_module_classes"] = get("no_split_module_classes")
     if hasattr(kind, "config_class"):
         options |= {"dtype": dtype, "cls": kind, "config": model.config}
-        return load_as(
-            checkpoint, None, LoadOptions(device_map, gguf=gguf_path(checkpoint, None), **options)
-        )
+        return load_as(checkpoint, None, LoadOptions(device_map, **options))
     if dtype is not None:
         resolved = checkpoint_dtype(dtype, None)
         for value in model.state_dict(keep_vars=True).values():  # what comes from the checkpoint

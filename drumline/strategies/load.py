@@ -7,6 +7,7 @@ print(model.generate(tokens))
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +142,13 @@ def load(
     Raises PlanError or CheckpointError on every rank before serving starts.
     """
     arguments = {k: v for k, v in locals().items() if k not in ("path", "coor", "options")}
-    request = LoadOptions(**arguments, gguf=gguf_path(path, gguf_file), rest=options)
-    return load_as(path, coor, request)
+    return load_as(path, coor, LoadOptions(**arguments, rest=options))
 
 
 @short_traceback
 def load_as(path: str | Path, coor: Coordinator | None, request: LoadOptions) -> Any:
     """The model, as `load` makes it of its arguments."""
+    request = replace(request, gguf=gguf_path(path, request.gguf_file))
     if (launcher.current() if coor is None else coor).rank == 0:
         warn_of_unread()
     request.check_together()

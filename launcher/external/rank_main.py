@@ -88,11 +88,11 @@ def _torchrun_variables(info: LaunchInfo) -> Iterator[None]:
         if restart_count:
             os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart_count)
         if info.extras.get("store") != "agent":
-            told_port = int(os.environ.get(rank_environment.TORCH_PORT, 0))
-            port = told_port or ports.torch_candidates(info.launch_id, info.master_port)[0]
+            variable = os.environ.get(rank_environment.TORCH_PORT)
+            port = int(variable or 0) or ports.torch_candidates(info.launch_id, info.master_port)[0]
             if info.rank == 0 and info.local_world_size < info.world_size:
-                # One that was told may be kept already, by the launcher on this host.
-                with contextlib.suppress(*((OSError,) if told_port else ())):
+                # The port of the variable may be kept already, by the launcher on this host.
+                with contextlib.suppress(*((OSError,) if variable else ())):
                     held.enter_context(ports.reserve([port]))
             extras = {name: text for name, text in info.extras.items() if name != "secret_fd"}
             rank_info = replace(info, extras={**extras, **nesting.extras(os.environ)})
