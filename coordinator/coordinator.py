@@ -83,11 +83,12 @@ class Coordinator(Collectives, SharedState):
         self._begin(timeout_s, timings, transport or "", encrypt or self.info.encrypts)
         stack_dump.listen()  # before the first wait, for the ranks that never come
         live_view.listen(self.info)
-        number = self._join_session()
+        call = begin_call("Coordinator", 1, self.timeout_s)
+        number = self._join_session(call)
         if self._session is not None:
             self._session.heartbeat.view = HostsView(self.info, self._session.ask).after_beat
-        call = begin_call("Coordinator", number + 1, self.timeout_s)
-        self._join(f"c{number}/", range(self.info.world_size), None, call)
+        ranks = range(self.info.world_size)
+        self._join(f"c{number}/", ranks, None, call._replace(number=number + 1))
 
     @classmethod
     def over(
@@ -119,15 +120,15 @@ class Coordinator(Collectives, SharedState):
             )
         group = cls.__new__(cls)
         group.info = store_meeting.alone(numbers[rank])
-        limit_s = group.checked_timeout(timeout_s)
+        call = begin_call("Coordinator.over", 1, group.checked_timeout(timeout_s))
         if len(numbers) > 1:
-            group.info, location = store_meeting.meet(store, rank, numbers, limit_s, timings)
+            group.info, location = store_meeting.meet(store, rank, numbers, call.left_s, timings)
             this_process.locate(group.info, location)
         group._begin(timeout_s, timings, "", group.info.encrypts)
         group._is_over_store = True
         stack_dump.listen()
-        group._join_session(len(numbers))
-        group._join("c0/", numbers, None, begin_call("Coordinator.over", 1, limit_s))
+        group._join_session(call, len(numbers))
+        group._join("c0/", numbers, None, call)
         return group
 
     def _begin(
@@ -147,15 +148,16 @@ class Coordinator(Collectives, SharedState):
                 "for shared memory and connections."
             )
 
-    def _join_session(self, world_size: int | None = None) -> int:
+    def _join_session(self, call: PendingCall, world_size: int | None = None) -> int:
         """Join this rank's session in its launch; how many Coordinators the rank has made before.
 
-        world_size: of the group, if that is not all of the launch. A rank alone needs no session.
+        call: that makes the group. world_size: of it, if that is not all of the launch. A rank
+        alone needs no session.
         """
         if (world_size or self.info.world_size) == 1:
             return 0
         self._session, number = this_process.of(self.info).join(
-            self.info, self.timeout_s, self._timings, self.encrypts
+            self.info, call.left_s, self._timings, self.encrypts
         )
         return number
 

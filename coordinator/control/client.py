@@ -221,7 +221,7 @@ class Client:
     def _unreachable(self, address: str, why: str) -> CoordinatorTimeout:
         return CoordinatorTimeout(
             f"rank {self._rank} (host {socket.gethostname()}) could not reach rank 0 at {address} "
-            f"for {self._timeout_s:g} s ({why}). Check that rank 0 is alive, that this host can "
+            f"for {self._timeout_s:.1f} s ({why}). Check that rank 0 is alive, that this host can "
             "reach that address, and that no firewall stands between."
         )
 

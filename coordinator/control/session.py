@@ -248,6 +248,7 @@ class _ProcessSession:
     def _open(
         self, info: LaunchInfo, timeout_s: float, timings: CoordinatorTimings, encrypts: bool
     ) -> Session:
+        deadline = time.monotonic() + timeout_s
         if encrypts:
             check_encryption(info)
         if info.rank == self.num_coordinators == 0 and (encrypts or spans_nodes(info)):
@@ -266,7 +267,7 @@ class _ProcessSession:
             lambda: self._addresses(info),
             credentials,
             hello,
-            timeout_s,
+            max(deadline - time.monotonic(), 0.0),
             self.server,
             scaled,
             lambda address, why: notice.log_if_due(lambda: f"rank 0 at {address}: {why}"),
@@ -394,7 +395,7 @@ def _locate_server_by_store(info: LaunchInfo, timeout_s: float) -> ServerLocatio
         raise
     except RuntimeError as error:
         raise CoordinatorTimeout(
-            f"rank {info.rank} (host {socket.gethostname()}) waited {timeout_s:g} s at the "
+            f"rank {info.rank} (host {socket.gethostname()}) waited {timeout_s:.1f} s at the "
             f"launcher's store {info.master_addr}:{info.master_port} for the address of rank 0. "
             f"Check that rank 0 makes a Coordinator, too. ({error})"
         ) from error

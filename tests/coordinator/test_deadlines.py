@@ -4,10 +4,13 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 import coordinator.coordinator
-from coordinator import Coordinator, CoordinatorError, call_site
+from coordinator import Coordinator, CoordinatorError, CoordinatorTimeout, call_site
 from coordinator.call_site import caller, traceback_of
+from coordinator.store import store_meeting
+from coordinator.timings import DEFAULT
 from launcher import LaunchInfo
 
 
@@ -84,3 +87,27 @@ def test_an_error_of_one_rank_in_joining_ends_the_others_before_their_deadline(
     first, second = ranks_or_errors(meet, 2)
     assert isinstance(second, OSError) and isinstance(first, CoordinatorError)
     assert "OSError: planned" in str(first) and time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("is_over_store", [False, True])
+def test_a_rank_that_waits_first_for_rank_0_and_then_for_others_waits_no_longer_in_all(
+    ranks_or_errors, is_over_store
+):
+    """The deadline was counted anew once it had connected: it waited up to twice as long."""
+    store = HashStore()
+
+    def make(info):
+        if is_over_store:
+            return Coordinator.over(store, info.rank, 3, timeout_s=3)
+        return Coordinator(info, timeout_s=3)
+
+    def body(info):
+        began = time.monotonic()
+        if info.rank == 2:
+            return store_meeting.meet(store, 2, range(3), 10, DEFAULT) if is_over_store else None
+        time.sleep(0 if info.rank else 2)
+        with pytest.raises(CoordinatorTimeout):
+            make(info)
+        return time.monotonic() - began
+
+    assert ranks_or_errors(body, 3)[1] < 4
