@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from coordinator.call_site import CallStatus
 from coordinator.control.client import ServerLost
 from coordinator.control.framing import pack, unpack
-from coordinator.control.membership import MAX_FAILURES
+from coordinator.control.membership import MAX_FAILURES, NO_RANK
 from coordinator.control.operations import Op
 from coordinator.errors import CoordinatorError
 from coordinator.peers import Peer
@@ -268,7 +268,7 @@ class Heartbeat:
                 Op.HEARTBEAT, self._num_lost, unknown, states, timeout_s=left_s
             )
             self._num_lost += len(lost)
-            self._hear(lost, failures)
+            self._hear([rank for rank in lost if rank != NO_RANK], failures)
         except NO_ANSWER:
             return  # the deadlines decide
         finally:

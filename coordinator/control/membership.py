@@ -15,6 +15,7 @@ LEFT, SUSPENDED = "left", "suspended"  # notes of a RankReport
 MAX_FAILURES = 1 << 14  # of groups, that are kept: more than a launch has groups
 MAX_GROUP_RANKS = 1 << 20  # of all groups together, that are kept
 MAX_VIEW_S = 60.0  # for which one question of a viewer holds at most
+NO_RANK = -1  # in place of a lost rank that has come again, as ranks count those that they know
 MAX_LATE = 64  # ranks that are listed as not in a call: more than an error shows
 
 
@@ -45,7 +46,7 @@ Membership = Mapping[int, RankReport]  # by rank of the launch; empty if rank 0 
 
 @dataclass
 class Member:
-    """A rank of the launch, as long as rank 0 lives."""
+    """A rank of the launch, from when it comes; one that comes again is another one."""
 
     token: bytes = b""  # of the process that is this rank
     process: str = ""  # its host and pid
@@ -55,7 +56,6 @@ class Member:
     calls: Any = None  # as it was last heard of, by group
     pinged_at: float = 0.0
     lost_at: float = 0.0
-    was_lost: bool = False  # once
     page: bytes = b""  # that its host has shown to viewers
     shown_at: float = 0.0
     is_leaving: bool = False  # it said so on one of its connections; the others end without a word
@@ -99,17 +99,18 @@ class MembershipTable:
     ) -> None:
         self._silent_s, self._is_unreachable = silent_s, is_unreachable
         self.members: dict[int, Member] = {}
-        self._lost: list[int] = []  # each rank once
+        self._lost: list[int] = []  # NO_RANK for each that has come again
         self._failures: dict[str, bytes] = {}  # by group
         self._groups: dict[str, Sequence[int]] = {}  # of several nodes: their ranks
         self._viewed_until = 0.0
 
     def add_connection(self, rank: int, token: bytes, process: str, number: int) -> None:
-        member = self.members.setdefault(rank, Member())
-        member.token, member.process = token, process
+        member = self.members.get(rank)
+        if member is None or not member.connections:
+            member = self.members[rank] = Member(token, process)
+            self._lost = [NO_RANK if lost == rank else lost for lost in self._lost]
         member.connections.add(number)
-        member.lost_at, member.heartbeat_at = 0.0, time.monotonic()
-        member.is_leaving = False
+        member.heartbeat_at, member.is_leaving = time.monotonic(), False
 
     def remove_connection(self, rank: int, number: int) -> None:
         self.members[rank].connections.discard(number)
@@ -123,9 +124,7 @@ class MembershipTable:
         member = self.members[rank]
         if not member.connections and not member.is_leaving:
             member.lost_at = time.monotonic()
-            if not member.was_lost:
-                member.was_lost = True
-                self._lost.append(rank)
+            self._lost.append(rank)
 
     def heartbeat(
         self, num_lost: int, groups: Iterable[str], states: Mapping[int, tuple[float, bool, Any]]

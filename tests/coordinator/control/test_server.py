@@ -1,6 +1,7 @@
 """No message of a rank, right or wrong, ends rank 0's server or makes another rank's call fail."""
 
 import contextlib
+import functools
 import itertools
 import logging
 import random
@@ -61,6 +62,13 @@ def raw(server, rank=3):
 
 def deadline():
     return time.monotonic() + LIMIT_S
+
+
+def wait_for(has_come):
+    until = deadline()
+    while not has_come():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def is_closed(connection):
@@ -159,12 +167,24 @@ def test_a_rank_that_leaves_is_not_lost_by_its_other_connections(server, honest)
     leaving.send((0, Op.LEAVE), deadline())
     assert is_closed(leaving)
     given_up.close()
-    until = deadline()
-    while 3 in server.present():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_for(lambda: 3 not in server.present())
     reports = honest.ask("reports", [3], timeout_s=LIMIT_S)
     assert RankReport.from_wire(reports[3]).note == LEFT
+
+
+def test_nothing_is_left_of_a_rank_that_was_lost_and_has_come_again(server, honest):
+    """Who asked first after its return heard that it was lost, and of its earlier calls."""
+    calls = {"earlier": ("barrier", 1, "x.py:1", 0.0)}
+    earlier = raw(server)
+    honest.ask(Op.HEARTBEAT, 0, [], {3: (0.0, True, calls)}, timeout_s=5)
+    earlier.close()
+    ask_lost = functools.partial(honest.ask, Op.HEARTBEAT, 0, [], {}, timeout_s=5)
+    wait_for(lambda: ask_lost()[0] == [3])
+    again = raw(server)
+    assert 3 not in ask_lost()[0]
+    assert 3 not in honest.ask(Op.UNWELL, "new", "", 0, timeout_s=5)
+    again.close()
+    wait_for(lambda: 3 in ask_lost()[0])
 
 
 def test_an_error_at_a_tick_does_not_end_the_server(server, honest, monkeypatch):
