@@ -65,7 +65,7 @@ class Connection(FramedConnection):
         self,
         deadline: float,
         idle: Callable[[], None] = noop,
-        unpack: Callable[[bytearray], Any] = unpack,
+        unpack: Callable[[bytes], Any] = unpack,
     ) -> Any:
         """Return the next message. Raises NoMessage if none has begun by the deadline."""
         return super().receive(deadline, idle, unpack)

@@ -141,7 +141,7 @@ class Tree:
             entries = []
             for fields in announced:
                 if isinstance(fields[-1], int):
-                    fields[-1] = connection.read_bytes(fields[-1], deadline, idle)
+                    fields[-1] = connection.read_exactly(fields[-1], deadline, idle)
                 entries.append(Entry(*fields))
             return headers, entries
         except (ConnectionBroken, NoMessage) as error:

@@ -70,7 +70,7 @@ class FramedConnection:
         self,
         deadline: float,
         idle: Callable[[], None] = noop,
-        unpack: Callable[[bytearray], Any] = bytes,
+        unpack: Callable[[bytes], Any] = bytes,
     ) -> Any:
         """The next message, by unpack. Raises NoMessage if none has begun by the deadline."""
         self.await_message(deadline, idle)
@@ -96,26 +96,8 @@ class FramedConnection:
             except OSError as error:
                 raise self._broken(error) from error
 
-    def read_exactly(
-        self, nbytes: int, deadline: float, idle: Callable[[], None] = noop
-    ) -> bytearray:
-        data = bytearray(nbytes)
-        unread = memoryview(data)
-        while unread:
-            try:
-                count = self.socket.recv_into(unread)
-            except BlockingIOError:
-                self._wait(select.POLLIN, deadline, idle, TruncatedMessage)
-                continue
-            except OSError as error:
-                raise self._broken(error) from error
-            if count == 0:
-                raise ConnectionBroken("the other end has closed the connection")
-            unread = unread[count:]
-        return data
-
-    def read_bytes(self, nbytes: int, deadline: float, idle: Callable[[], None] = noop) -> bytes:
-        """As read_exactly, for large data: in pieces that stay in the cache until joined."""
+    def read_exactly(self, nbytes: int, deadline: float, idle: Callable[[], None] = noop) -> bytes:
+        """So many bytes, read in pieces that stay in the cache until joined."""
         pieces = []
         while nbytes > 0:
             try:

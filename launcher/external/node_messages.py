@@ -107,7 +107,7 @@ class NodeChannel:
         return message
 
 
-def _object(body: bytearray) -> dict[str, Any]:
+def _object(body: bytes) -> dict[str, Any]:
     try:
         message = json.loads(body)
     except RecursionError as error:

@@ -68,7 +68,7 @@ class SimulatedLaunch:
     def packed_answer(self, connection, deadline):
         while True:
             (nbytes,) = LENGTH.unpack(connection.read_exactly(LENGTH.size, deadline))
-            packed = bytes(connection.read_exactly(nbytes, deadline))
+            packed = connection.read_exactly(nbytes, deadline)
             if packed != pack(PING):
                 return packed
 

@@ -217,7 +217,7 @@ def test_requests_behind_unread_answers_are_served_without_another_one(server, h
 
     def flush():  # on the server's thread, as a ping does
         while stalled.unsent:
-            received.extend(reader.read_bytes(1 << 18, deadline()))
+            received.extend(reader.read_exactly(1 << 18, deadline()))
             server._flush(stalled)
         is_flushed.set()
         monkeypatch.setattr(server, "_ping_silent", lambda: None)
@@ -225,7 +225,7 @@ def test_requests_behind_unread_answers_are_served_without_another_one(server, h
     monkeypatch.setattr(server, "_ping_silent", flush)
     assert is_flushed.wait(LIMIT_S)
     size = LENGTH.size + len(pack((1, bytes(nbytes))))
-    rest = reader.read_bytes(count * size - len(received), deadline())
+    rest = reader.read_exactly(count * size - len(received), deadline())
     assert rest[-size:] == LENGTH.pack(size - LENGTH.size) + pack((count, bytes(nbytes)))
     reader.send((0, Op.LEAVE), deadline())
     reader.close()
