@@ -120,15 +120,18 @@ class Coordinator(Collectives, SharedState):
             )
         group = cls.__new__(cls)
         group.info = store_meeting.alone(numbers[rank])
-        call = begin_call("Coordinator.over", 1, group.checked_timeout(timeout_s))
+        call, forget = begin_call("Coordinator.over", 1, group.checked_timeout(timeout_s)), noop
         if len(numbers) > 1:
-            group.info, location = store_meeting.meet(store, rank, numbers, call.left_s, timings)
+            group.info, location, forget = store_meeting.meet(
+                store, rank, numbers, call.left_s, timings
+            )
             this_process.locate(group.info, location)
         group._begin(timeout_s, timings, "", group.info.encrypts)
         group._is_over_store = True
         stack_dump.listen()
         group._join_session(call, len(numbers))
         group._join("c0/", numbers, None, call)
+        forget()
         return group
 
     def _begin(

@@ -1,6 +1,6 @@
 """The meeting of ranks that share a torch Store: the first of them serves, and says where.
 
-info, location = meet(store, rank, world_size, timeout_s=300.0)
+info, location, forget = meet(store, rank, ranks, 300.0, timings)
 
 A store may hold keys of earlier ranks: torchrun hands its own to the ranks that it restarts after a
 failure. So each rank writes a request that no other has, and the first rank answers each of them
@@ -9,6 +9,10 @@ with a prefix that was never used:
     requests/<place>              token, time and process of the rank; written anew by its successor
     answer/<request>              prefix, and a rank that was lost meanwhile, by the first rank
     <prefix>/<place>              what the others need to know of the rank; only of this meeting
+
+The first rank, which alone reads the requests of others, deletes those before any of them can come
+to another meeting. What is left each deletes of its own once all have joined: requests/0 stays, as
+others look at it in the next meeting.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from ipaddress import ip_address
@@ -66,8 +71,9 @@ class _Introduction:
 
 def meet(
     store: Store, place: int, ranks: Sequence[int], timeout_s: float, timings: CoordinatorTimings
-) -> tuple[LaunchInfo, ServerLocation]:
-    """This rank in a launch of those that share the store, and where its server is. Collective.
+) -> tuple[LaunchInfo, ServerLocation, Callable[[], None]]:
+    """This rank in a launch of those that share the store, where its server is, and a function to
+    be called once all have joined, which deletes what nobody reads again. Collective.
 
     place: of this rank among the ranks. ranks: their numbers, which errors show.
 
@@ -76,7 +82,7 @@ def meet(
     """
     meeting = _Meeting(store, place, ranks, timeout_s, timings)
     try:
-        return meeting.meet()
+        return *meeting.meet(), meeting.forget
     except DistNetworkError:  # the store was in a rank, or in torchrun's agent
         meeting.check_lost()
         raise
@@ -118,6 +124,7 @@ class _Meeting:
         self._request = f"{self._token} {now_s} {self._me.pack().decode()}"
         self._request_keys = [request_key(place) for place in range(len(ranks))]
         self._watched = self._request_keys if place == 0 else self._request_keys[:1]
+        self._own_keys = [_answer_key(self._request)]
 
     def meet(self) -> tuple[LaunchInfo, ServerLocation]:
         self._store.set(self._request_keys[self._place], self._request)
@@ -128,11 +135,23 @@ class _Meeting:
         listener = self._listen() if self._place == 0 else None
         try:
             introductions = self._exchange(PrefixStore(launch_id, self._store), listener)
+            self._own_keys.append(f"{launch_id}/{self._place}")
+            for key in self._request_keys[1:] if self._place == 0 else ():
+                self._delete(key)
             return self._joined(launch_id, introductions, listener)
         except BaseException:
             if listener is not None:
                 listener.close()
             raise
+
+    def forget(self) -> None:
+        """Delete the keys that are about this rank alone."""
+        for key in self._own_keys:
+            self._delete(key)
+
+    def _delete(self, key: str) -> None:
+        with suppress(NotImplementedError, RuntimeError):  # a store that cannot, or that is gone
+            self._store.delete_key(key)
 
     # ---- the prefix ----
 

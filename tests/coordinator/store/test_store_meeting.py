@@ -159,6 +159,21 @@ def test_close_waits_for_nobody_and_the_first_rank_serves_until_all_have_left(me
     assert server.wait(10)
 
 
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
+def test_what_nobody_reads_again_is_not_left_in_the_store(meet, tmp_path, kind):
+    """Three keys of each rank stayed, of every process group that a program makes."""
+    stores = {
+        "hash": HashStore,
+        "file": lambda: FileStore(str(tmp_path / "store"), 1),
+        "tcp": lambda: TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+    }
+    store = stores[kind]()
+    before = store.num_keys()
+    for _ in range(3):
+        meet(store, range(WORLD))
+        assert store.num_keys() == before + 1 and store.check([request_key(0)])
+
+
 def test_no_session_is_left_of_meetings_that_have_ended(meet):
     for coor in meet(HashStore(), range(2), world_size=2):
         ended = coor.info.launch_id
@@ -205,6 +220,7 @@ def test_ranks_of_one_launch_share_a_secret_that_is_not_in_the_store(meet, monke
     launch = LaunchInfo("ours", extras={"secret_fd": "3"})
     monkeypatch.setattr(store_meeting, "_own_launch", lambda: launch)
     monkeypatch.setattr(store_meeting, "launch_secret", lambda info: b"secret of the launch")
+    monkeypatch.setattr(store_meeting._Meeting, "forget", lambda meeting: None)
     store = HashStore()
     first, _ = meet(store, range(2), world_size=2)
     secret = this_process.of(first.info).location.secret
