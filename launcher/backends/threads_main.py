@@ -17,14 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher.authentication import launch_token
-from launcher.errors import LaunchError, LaunchInterrupted, interrupted
+from launcher.errors import LaunchError
 from launcher.external import rank_main
 from launcher.job import Job, Target
 from launcher.local import auto_preload, rank_threads
 from launcher.records import json_values
 from launcher.runtime import log_setup, mpi_import_check, rank_process
 from launcher.system import linux, stop_signals
-from launcher.system.stop_signals import STOP_SIGNALS
+from launcher.system.stop_signals import STOP_SIGNALS, Stopped
 
 NAME = "the process of the threads"
 # What knows ranks as processes only: names by module, "" for the module itself.
@@ -57,7 +57,7 @@ def main(text: str) -> int:
     linux.set_process_name("ranks (threads)")
     try:
         for number in STOP_SIGNALS:
-            signal.signal(number, _raise_interrupted)
+            signal.signal(number, _raise_stopped)
         stop_signals.unblock()
         _import_before_threads(job)
         with rank_threads.rank_streams(replace(job, log_dir=str(logs) if logs.is_dir() else None)):
@@ -65,9 +65,11 @@ def main(text: str) -> int:
     except LaunchError as error:
         if error.failures:
             _write_records(job, error, began_s)
-        elif not isinstance(error, LaunchInterrupted):
+        else:
             print(error, file=sys.stderr)
         return error.exit_code
+    except Stopped as stopped:
+        return linux.shell_exit_code(-stopped.number)
     except (ValueError, OSError) as error:  # before a rank has started
         print(error, file=sys.stderr)
         return 2
@@ -89,18 +91,16 @@ def _import_before_threads(job: Job) -> None:
             )
         try:
             names.load()
-        except LaunchError:
-            raise  # by a stop signal, meanwhile
         except Exception:
             pass  # a rank will report it
 
 
-def _raise_interrupted(number: int, _frame: object) -> None:
-    """Raise LaunchInterrupted for the first stop signal; another, not SIGTERM, ends the process."""
+def _raise_stopped(number: int, _frame: object) -> None:
+    """Raise Stopped for the first stop signal; another, not SIGTERM, ends the process."""
     for again in STOP_SIGNALS:
         signal.signal(again, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, lambda *_: None)  # SIG_IGN would reach children
-    raise interrupted(number)
+    raise Stopped(number)
 
 
 def _write_records(job: Job, error: LaunchError, began_s: float) -> None:

@@ -9,6 +9,7 @@ from launcher.external.node_follower import NodeFollower
 from launcher.external.node_leader import NodeLeader
 from launcher.job import Job
 from launcher.system import stop_signals
+from launcher.system.stop_signals import Stopped
 
 
 def meet(job: Job) -> Job:
@@ -20,17 +21,13 @@ def meet(job: Job) -> Job:
     limit_s = timings.TIMINGS.node_wait_s if job.timeout_s is None else job.timeout_s
 
     def stop(number: int) -> None:
-        raise _Stopped(number)
+        raise Stopped(number)
 
     try:
         with stop_signals.handled_by(stop):
             return _meet(job, limit_s)
-    except _Stopped as stopped:
-        raise errors.interrupted(*stopped.args) from None
-
-
-class _Stopped(KeyboardInterrupt):
-    """A stop signal. No Exception: that would end one connection alone, where it comes in one."""
+    except Stopped as stopped:
+        raise errors.interrupted(stopped.number) from None
 
 
 def _meet(job: Job, limit_s: float) -> Job:
@@ -38,8 +35,8 @@ def _meet(job: Job, limit_s: float) -> Job:
         with contextlib.closing(NodeLeader(job)) as leader:
             try:
                 return leader.meet(limit_s)
-            except _Stopped as stopped:
-                leader.end(f"the command of the first node was {errors.interrupted(*stopped.args)}")
+            except Stopped as stopped:
+                leader.end(f"the command of the first node was {errors.interrupted(stopped.number)}")
                 raise
     with contextlib.closing(NodeFollower(job)) as follower:
         attempt = follower.join(limit_s)

@@ -59,8 +59,6 @@ class RankThreads:
         for thread in self.threads:
             try:
                 thread.start()
-            except LaunchError:
-                raise  # by a stop signal, meanwhile
             except RuntimeError as error:
                 raise LaunchError(f"{thread.name}: {error}. {TOO_MANY_PROCESSES}.") from error
         with self.changed:

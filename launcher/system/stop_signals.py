@@ -12,6 +12,15 @@ from collections.abc import Callable, Iterator
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+class Stopped(KeyboardInterrupt):
+    """A stop signal, raised by its handler. No Exception: a library would take that for an error of
+    its import, and a loop over connections for one of a connection."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 def block() -> None:
     """Keep stop signals pending for this thread until dispatched_to or unblock delivers them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

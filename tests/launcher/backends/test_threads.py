@@ -193,8 +193,8 @@ def test_a_second_sigterm_does_not_end_the_process_of_threads(second, status):
     pid = os.fork()
     if pid == 0:
         try:
-            threads_main._raise_interrupted(signal.SIGTERM, None)
-        except launcher.LaunchInterrupted:
+            threads_main._raise_stopped(signal.SIGTERM, None)
+        except launcher.stop_signals.Stopped:
             os.kill(os.getpid(), second)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == status
@@ -259,6 +259,22 @@ def test_ctrl_c_in_the_start_or_an_import_of_a_part_prints_no_traceback(
     ended = command.run("run", "-n", "1", "--launcher", name, script, env=environ, timeout=60)
     assert ended.code == 130 and "SIGINT" in ended.err
     assert "Traceback" not in ended.err and "Fatal" not in ended.err
+
+
+def test_ctrl_c_is_not_lost_in_a_library_that_catches_the_errors_of_its_imports(command):
+    """The ranks ran as if nobody had asked them to end."""
+    library = command.folder / "numpy" / "__init__.py"
+    library.parent.mkdir()
+    library.write_text(
+        "import os, signal, sys, time\n"
+        "if 'launcher.backends.threads_main' in sys.orig_argv:\n"
+        "    try:\n        os.kill(os.getpid(), signal.SIGINT)\n        time.sleep(9)\n"
+        "    except Exception: pass\n"
+    )
+    environ = {"PYTHONPATH": f"{command.folder}{os.pathsep}{ROOT}"}
+    script = command.script("import numpy\nprint('ran')")
+    ended = command.run("run", "-n", "2", "--launcher", "threads", script, env=environ, timeout=60)
+    assert ended.code == 130 and "SIGINT" in ended.err and "ran" not in ended.out
 
 
 @pytest.mark.parametrize("options", [[], ["--log-dir", "logs"]])
