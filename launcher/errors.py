@@ -116,7 +116,12 @@ def signal_name(number: int) -> str:
 
 
 class LaunchError(RuntimeError):
-    """A launch that failed. failures: the cause first. exit_code: of the first failure."""
+    """A launch that failed. failures: the cause first. exit_code: of the first failure.
+
+    has_begun: False if its nodes have not met, so that it has started no rank.
+    """
+
+    has_begun = True
 
     def __init__(
         self, message: str, failures: tuple[Failure, ...] = (), exit_code: int = 1

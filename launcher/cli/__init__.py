@@ -140,6 +140,8 @@ def _run(options: argparse.Namespace) -> int:
 def _start(job: Job, backend: Any, options: argparse.Namespace) -> None:
     """Run the job, and again after a failure, up to --max-restarts times, under a new launch id.
 
+    Not after a failed meeting of the nodes: that has waited already.
+
     The id is the first one with the number of the restart, so that each of several nodes, which
     restarts by itself, finds the others again.
     """
@@ -153,7 +155,8 @@ def _start(job: Job, backend: Any, options: argparse.Namespace) -> None:
             launch_job.run_checked(attempt, backend, options.trace, **start_options)
             return
         except LaunchError as error:
-            if count == options.max_restarts or isinstance(error, LaunchInterrupted):
+            is_final = isinstance(error, LaunchInterrupted) or not error.has_begun
+            if count == options.max_restarts or is_final:
                 raise
             cause = error.failures[0].summary() if error.failures else str(error).split("\n")[0]
             restart = f"restart {count + 1} of {options.max_restarts} after {cause}"

@@ -28,6 +28,9 @@ def meet(job: Job) -> Job:
             return _meet(job, limit_s)
     except Stopped as stopped:
         raise errors.interrupted(stopped.number) from None
+    except errors.LaunchError as error:
+        error.has_begun = False
+        raise
 
 
 def _meet(job: Job, limit_s: float) -> Job:

@@ -156,6 +156,15 @@ def test_a_launch_that_was_stopped_is_not_restarted(monkeypatch, capsys):
     assert len(launches) == 1 and "restart" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["multiprocessing", "torchrun"])
+def test_a_meeting_of_nodes_that_fails_is_not_repeated(command, name):
+    """Each restart waited as long again for a node that had not come."""
+    options = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--timeout", "1"]
+    line = ["run", "--launcher", name, *options, "--max-restarts", "2", command.script("")]
+    ended = command.run(*line, env={"DRUMLINE_TOKEN": "ab" * 32})
+    assert (ended.code, ended.err.count("did not come within 1 s")) == (124, 1), ended.err
+
+
 def test_max_restarts_is_a_number(capsys):
     with pytest.raises(SystemExit):
         cli.parse(["run", "--max-restarts", "-1", "script.py"])
