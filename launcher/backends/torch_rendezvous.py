@@ -10,19 +10,22 @@ from launcher.launch_info import integer
 from launcher.runtime import rank_environment
 
 
-def rendezvous_info(environ: Mapping[str, str], launch_id: str, addr: str) -> dict[str, object]:
+def rendezvous_info(
+    environ: Mapping[str, str], launch_id: str, addr: str, default_port: int = 0
+) -> dict[str, object]:
     """launch_id, master_addr and master_port of a LaunchInfo, the same on every rank.
 
     LAUNCH_ID, MASTER_ADDR and MASTER_PORT override the arguments, each if it is set, and not by a
-    rank of ours around this; the default port is the first that hashes from the launch_id.
+    rank of ours around this. default_port: 0 for the first that hashes from the launch_id.
     """
     environ = rank_environment.without_rendezvous(environ)
     name = environ.get("LAUNCH_ID") or launch_id
-    port = environ.get("MASTER_PORT")
+    text = environ.get("MASTER_PORT")
+    port = default_port or ports.candidates(name)[0]
     return {
         "launch_id": name,
         "master_addr": environ.get("MASTER_ADDR") or addr,
-        "master_port": integer(port, "MASTER_PORT") if port else ports.candidates(name)[0],
+        "master_port": integer(text, "MASTER_PORT") if text else port,
     }
 
 

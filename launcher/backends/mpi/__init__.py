@@ -78,18 +78,19 @@ def _info(
     launch_id = environ.get("LAUNCH_ID") or launch_id
     if one_node and not launch_id:
         launch_id = mpi_rendezvous.name_from_pmi(environ)
-    addr = LOOPBACK if one_node else environ.get("MASTER_ADDR")
+    addr, port = LOOPBACK if one_node else environ.get("MASTER_ADDR"), 0
     if not (launch_id and addr):
         # The name under which mpiexec reached this node, if it sets one.
         host = environ.get("PMIX_HOSTNAME") or environ.get("PMI_HOSTNAME") or socket.gethostname()
         try:
-            exchanged_id, exchanged_addr = mpi_rendezvous.exchange(sizes["world_size"], host)
+            size = sizes["world_size"]
+            launch_id, exchanged_addr, port = mpi_rendezvous.exchange(size, host, launch_id)
         except LaunchInfoError:  # without mpi4py; then that of this rank, or of the one around it
             if not (launch_id and outer_addr and outer_addr != LOOPBACK):
                 raise
-            exchanged_id, exchanged_addr = launch_id, outer_addr
-        launch_id, addr = launch_id or exchanged_id, addr or exchanged_addr
-    rendezvous = rendezvous_info(environ, launch_id, addr)
+            exchanged_addr = outer_addr
+        addr = addr or exchanged_addr
+    rendezvous = rendezvous_info(environ, launch_id, addr, port)
     return build(NAME, variables, **sizes, **rendezvous, extras={"launcher": NAME})
 
 

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+from launcher import ports
 from launcher.launch_info import LaunchInfoError
 from launcher.system import host_addresses, linux
 
@@ -40,8 +41,9 @@ def name_from_pmi(environ: Mapping[str, str]) -> str:
 
 
 @functools.cache  # collective: a second call would wait for ranks that do not make it
-def exchange(world_size: int, host: str) -> tuple[str, str]:
-    """A launch_id, and an address of rank 0 that other nodes reach. Collective over MPI's world."""
+def exchange(world_size: int, host: str, launch_id: str) -> tuple[str, str, int]:
+    """The launch_id, drawn if it is empty, an address of rank 0 that other nodes reach, and its
+    port: other kernels may keep other ports for themselves. Collective over MPI's world."""
     mpi = _mpi4py()
     if not mpi.Is_initialized():  # the program may have set mpi4py.rc.initialize = False
         mpi.Init()
@@ -54,18 +56,20 @@ def exchange(world_size: int, host: str) -> tuple[str, str]:
         )
     hosts = bytearray(NAME_NBYTES * world_size)
     world.Allgather([_padded(host), mpi.BYTE], [hosts, mpi.BYTE])
-    answer = bytearray(2 * NAME_NBYTES)
+    answer = bytearray(3 * NAME_NBYTES)
     if world.Get_rank() == 0:
         others = [_text(hosts, rank) for rank in range(1, world_size)]
-        answer[:] = _padded(f"mpi-{secrets.token_hex(8)}") + _padded(_address(host, others))
+        name = launch_id or f"mpi-{secrets.token_hex(8)}"
+        facts = name, _address(host, others), str(ports.candidates(name)[0])
+        answer[:] = b"".join(map(_padded, facts))
     world.Bcast([answer, mpi.BYTE], root=0)
-    launch_id, addr = _text(answer, 0), _text(answer, 1)
+    name, addr, port = (_text(answer, index) for index in range(3))
     if not addr:
         raise LaunchInfoError(
             f"rank {world.Get_rank()}: no address is known at which other nodes reach rank 0, on "
             f"{_text(hosts, 0)!r}, which has no route to any of their names. {HINT}"
         )
-    return launch_id, addr
+    return launch_id or name, addr, int(port)
 
 
 def _mpi4py() -> Any:

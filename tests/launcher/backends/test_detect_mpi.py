@@ -9,6 +9,7 @@ import pytest
 
 from launcher import LaunchInfoError
 from launcher.backends import mpi
+from launcher.system import linux
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",
@@ -112,6 +113,41 @@ def test_mpi4py_of_another_mpi_than_mpiexec_s_is_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", other)
     with pytest.raises(LaunchInfoError, match=r"5 ranks, but mpi4py sees 1.*Acme MPI"):
         mpi.detect({**SEVERAL_NODES["open"], "MASTER_ADDR": ""})
+
+
+class World:
+    """MPI's world of two ranks, which come one after the other."""
+
+    answer = b""
+
+    def __init__(self, rank):
+        self.Get_rank, self.Get_size = lambda: rank, lambda: 2
+
+    def Allgather(self, own, everyone):
+        everyone[0][:] = own[0] * 2
+
+    def Bcast(self, data, root):
+        if self.Get_rank() == root:
+            World.answer = bytes(data[0])
+        data[0][:] = World.answer
+
+
+@pytest.mark.parametrize("launch_id", ["", "tuesday"])
+def test_ranks_on_hosts_whose_kernels_keep_other_ports_are_told_that_of_rank_0(
+    monkeypatch, launch_id
+):
+    """Each computed it for itself, and they did not find each other."""
+    monkeypatch.setattr(mpi.mpi_rendezvous, "_address", lambda *_: "10.0.0.2")
+    infos = []
+    for rank, ephemeral in enumerate([range(0), range(10_000, 32_000)]):
+        fake = SimpleNamespace(COMM_WORLD=World(rank), Is_initialized=lambda: True, BYTE=None)
+        monkeypatch.setitem(sys.modules, "mpi4py.MPI", fake)
+        monkeypatch.setattr(linux, "ephemeral_ports", lambda ports=ephemeral: ports)
+        mpi.mpi_rendezvous.exchange.cache_clear()
+        one_each = {"PMI_RANK": f"{rank}", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+        infos.append(mpi.detect({**MPICH, **one_each, "LAUNCH_ID": launch_id}))
+    mpi.mpi_rendezvous.exchange.cache_clear()
+    assert len({(info.launch_id, info.master_addr, info.master_port) for info in infos}) == 1
 
 
 @every_mpi

@@ -131,7 +131,7 @@ def test_a_bare_mpiexec_inside_a_rank_of_drumline_run_is_a_launch_of_its_own(
     assert info.launch_id == INTEL_MPI["I_MPI_HYDRA_UUID"]
     over_nodes = {**outer_rank[0], **INTEL_MPI, "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
     over_nodes |= dict.fromkeys(("MASTER_ADDR", "DRUMLINE_MASTER_ADDR"), "10.0.0.1")
-    monkeypatch.setattr(mpi.mpi_rendezvous, "exchange", lambda *_: ("name", "10.0.0.2"))
+    monkeypatch.setattr(mpi.mpi_rendezvous, "exchange", lambda *_: ("name", "10.0.0.2", 1))
     assert mpi.detect(over_nodes).master_addr == "10.0.0.2"
 
     def exchange(*_):
