@@ -33,11 +33,6 @@ def store(data: bytes) -> int:
     return fd
 
 
-def variables() -> dict[str, str]:
-    """A new secret as the variable that a backend launcher passes on to every rank."""
-    return {SECRET: os.urandom(NBYTES).hex()}
-
-
 def take(environ: MutableMapping[str, str]) -> int | None:
     """Take the secret, or the token in its place, out of environ; its descriptor, or None.
 

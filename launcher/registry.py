@@ -7,7 +7,7 @@
 - command(job) -> list[str]: the backend launcher's own command line that does so (see
   launcher/external/backend_launcher.py)
 - SUPPORTS, optional: the supported ones of launch_job.OPTIONS, if not all; others are refused
-- environment(job) -> dict[str, str], optional: variables for command, beside os.environ
+- environment(job) -> dict[str, str], optional: variables for command, beside os.environ and ours
 - STARTS_ALL_NODES, optional: one command starts the ranks of all nodes
 - expected_info(job) -> dict, optional: for `--dry-run`, see launcher/cli/dry_run.py
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from launcher import launch_secret, ports
+from launcher import ports
 from launcher.job import LOOPBACK, Job
 from launcher.launch_info import integer
 from launcher.runtime import rank_environment
@@ -30,13 +30,8 @@ def rendezvous_info(
 
 
 def environment(job: Job) -> dict[str, str]:
-    """The variables that every rank needs: the rendezvous, a new secret, what the job is.
-
-    Without results_dir the job is only shown, and so has no secret.
-    """
-    variables = {"LAUNCH_ID": job.launch_id, **rank_environment.job_variables(job)}
-    if job.results_dir:
-        variables.update(launch_secret.variables())
+    """The variables by which the ranks meet."""
+    variables = {"LAUNCH_ID": job.launch_id}
     if job.master_addr != LOOPBACK:
         variables["MASTER_ADDR"] = job.master_addr
     if job.master_port:

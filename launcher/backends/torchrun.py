@@ -12,10 +12,7 @@ from launcher import ports
 from launcher.backends.env_table import PLAIN, build_plain, chosen_by, read_variables
 from launcher.job import Job
 from launcher.launch_info import LaunchInfo
-from launcher.runtime.rank_environment import job_variables as environment
 from launcher.system import nesting
-
-__all__ = ["NAME", "command", "detect", "environment", "expected_info"]
 
 NAME = "torchrun"
 SUPPORTS = frozenset({"encrypt", "log_dir", "nnodes", "trace"})

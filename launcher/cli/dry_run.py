@@ -13,6 +13,7 @@ from launcher.backends import env_table
 from launcher.job import Job
 from launcher.local import auto_preload
 from launcher.local.launch_infos import infos_for_node
+from launcher.runtime import rank_environment
 
 FOLDER = "FOLDER"  # stands for the temporary folder of the results
 
@@ -22,7 +23,8 @@ def lines(job: Job, name: str) -> Iterator[str]:
     backend = registry.find(name)
     target.check(job.target)
     if hasattr(backend, "command"):
-        variables = backend.environment(job) if hasattr(backend, "environment") else {}
+        variables = rank_environment.job_variables(job)
+        variables |= backend.environment(job) if hasattr(backend, "environment") else {}
         settings = [f"{key}={shlex.quote(value)}" for key, value in sorted(variables.items())]
         shown_job = replace(job, results_dir=FOLDER, log_dir=None)
         yield " ".join([*settings, shlex.join(backend.command(shown_job))])

@@ -39,7 +39,8 @@ def _meet(job: Job, limit_s: float) -> Job:
             try:
                 return leader.meet(limit_s)
             except Stopped as stopped:
-                leader.end(f"the command of the first node was {errors.interrupted(stopped.number)}")
+                how = errors.interrupted(stopped.number)
+                leader.end(f"the command of the first node was {how}")
                 raise
     with contextlib.closing(NodeFollower(job)) as follower:
         attempt = follower.join(limit_s)

@@ -166,9 +166,8 @@ def test_reading_the_secret_removes_it_from_the_environment():
         "print(os.pread(fd, 100, 0).hex())\n"
         "print(open('/proc/self/environ').read(), dict(os.environ))\n"
     )
-    variables = launch_secret.variables()
-    (text,) = variables.values()
-    variables |= LaunchInfo("x").to_env()
+    text = os.urandom(launch_secret.NBYTES).hex()
+    variables = {launch_secret.SECRET: text, **LaunchInfo("x").to_env()}
     run = [sys.executable, "-c", code]
     shown = subprocess.run(run, env=os.environ | variables, capture_output=True, text=True)
     first, _, rest = shown.stdout.partition("\n")

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from launcher import timings
+from launcher import launch_secret, timings
 from launcher.backends.env_table import build, read_numbers, read_variables
 from launcher.backends.mpi import mpi_rendezvous
 from launcher.backends.torch_rendezvous import environment, rendezvous_info
@@ -114,7 +114,9 @@ def _open_mpi_options(job: Job) -> list[str]:
     options = ["--map-by", f"{where}:OVERSUBSCRIBE"]
     if not job.bind:
         options += ["--bind-to", "none"]
-    names = {**environment(job), **rank_environment.settings(os.environ)}
+    secret = [launch_secret.SECRET] if job.results_dir else []  # else it is only shown
+    variables = {**rank_environment.job_variables(job), **environment(job)}
+    names = [*secret, *variables, *rank_environment.settings(os.environ)]
     return options + [word for name in names for word in ("-x", name)]
 
 

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.backends.slurm import command, environment
+from launcher.backends import slurm as backend
+from launcher.backends.slurm import command
+from launcher.external import backend_launcher
 from launcher.job import Job, Target
 
 ROOT = Path(__file__).parents[3]
@@ -180,7 +182,7 @@ def test_ranks_started_by_us_have_the_launch_id_and_the_secret_of_the_launch(slu
         results_dir=str(tmp_path),
         encrypt=True,
     )
-    infos = _run(command(job), {**slurm, **environment(job)})
+    infos = _run(command(job), {**backend_launcher.environment(backend, job), **slurm})
     assert [info["rank"] for info in infos] == [0, 1, 2, 3]
     assert all(info["extras"]["encrypt"] for info in infos)
     assert {(i["launch_id"], i["local_world_size"]) for i in infos} == {("slurm", 2)}
