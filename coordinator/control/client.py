@@ -161,10 +161,8 @@ class Client:
             _close(connection, is_orderly)
 
     def drop(self) -> None:
-        """Close the descriptors in a forked child, which leaves those of the parent alone."""
+        """Ask nothing in a forked child, whose descriptors are closed."""
         self._closed = True
-        for connection in (*self._idle, *self._mid_request, *self._in_use):
-            connection.close()
 
     def _connect(self, deadline: float, idle: Callable[[], None]) -> Connection:
         """An authenticated connection to the server; tries again until the deadline.

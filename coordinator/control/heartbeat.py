@@ -46,7 +46,7 @@ class OwnRecord:
     """The record of this rank, which the others of the node open as descriptor `fd` of it."""
 
     def __init__(self, name: str = "drumline-record") -> None:
-        self._file = FileIO(os.memfd_create(name), "r+")
+        self._file = linux.closed_in_children(FileIO(os.memfd_create(name), "r+"))
         self.fd = self._file.fileno()
         self._lock = threading.Lock()
 
@@ -65,10 +65,6 @@ class OwnRecord:
                 os.ftruncate(self.fd, 0)
                 self._file.close()
 
-    def drop(self) -> None:
-        """Close the descriptor in a forked child, and leave the memory as it is."""
-        self._file.close()
-
 
 class Neighbour:
     """Another rank of this node. fd: of its record, in its process."""
@@ -82,7 +78,7 @@ class Neighbour:
     def read(self) -> NodeRecord | None:
         """The latest record; None before the first, and once the rank has left."""
         try:
-            self._file = self._file or FileIO(self.path)
+            self._file = self._file or linux.closed_in_children(FileIO(self.path))
             fd = self._file.fileno()
             data = os.pread(fd, os.fstat(fd).st_size, 0)
         except (OSError, ValueError):  # it ended before the first look, or this rank leaves
@@ -125,8 +121,6 @@ class GroupStatus(Protocol):
     key: str
 
     def call_status(self) -> CallStatus: ...
-
-    def drop(self) -> None: ...
 
 
 # Seconds since it was last heard from, whether it is suspended, and its calls
@@ -202,16 +196,6 @@ class Heartbeat:
             neighbour.close()
         if self._own is not None:
             self._own.close()
-
-    def drop(self) -> None:
-        """Close the descriptors in a forked child, which leaves those of the parent alone."""
-        self._is_closed = True
-        for group in self.groups.values():
-            group.drop()
-        for neighbour in self._neighbours:
-            neighbour.close()
-        if self._own is not None:
-            self._own.drop()
 
     # ---- with rank 0 ----
 

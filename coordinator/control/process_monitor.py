@@ -33,6 +33,7 @@ class PeerProcess:
             self._fd = os.pidfd_open(peer.pid)
         except OSError:
             return  # gone already, or a kernel or container without pidfds: /proc must do
+        linux.closed_in_children(self)
         if peer.is_known_dead() and not _is_signalled(self._fd):
             self.close()  # the number belongs to another process by now
 

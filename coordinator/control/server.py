@@ -117,6 +117,8 @@ class ControlServer:
         self._packed_unwell: dict[tuple[Any, ...], bytes] = {}  # by the question
         self._packed_at = -math.inf
         self._selector = selectors.DefaultSelector()
+        for file in (listener, self._woken, self._wakeup, self._selector):
+            linux.closed_in_children(file)
         self._selector.register(self._woken, selectors.EVENT_READ, Handler(self._on_wakeup))
         self._authenticator = AuthenticatedListener(
             listener,
@@ -222,15 +224,6 @@ class ControlServer:
                     host = link_state.remote_host(connection.socket)
                     links.setdefault(host, (failure, set()))[1].add(connection.rank)
         return "; ".join(f"ranks {sorted(ranks)}: {text}" for text, ranks in links.values())
-
-    def drop(self) -> None:
-        """Close the descriptors in a forked child, which leaves those of the parent alone."""
-        for connection in self._connections.values():
-            connection.socket.close()
-        self._authenticator.drop()
-        for end in (self._listener, self._woken, self._wakeup):
-            end.close()
-        self._selector.close()
 
     # ---- the thread ----
 

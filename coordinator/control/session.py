@@ -36,7 +36,7 @@ from coordinator.errors import CoordinatorError, CoordinatorTimeout
 from coordinator.peers import Peer
 from coordinator.timings import CoordinatorTimings
 from coordinator.waiting_notice import WaitingNotice
-from launcher import Credentials, Hello, LaunchInfo, host_addresses, listener_at, noop
+from launcher import Credentials, Hello, LaunchInfo, host_addresses, linux, listener_at, noop
 
 
 class Session:
@@ -185,15 +185,10 @@ class Session:
             self._master.close()
 
     def drop(self) -> None:
-        """Close the descriptors in a forked child, which leaves those of the parent alone."""
+        """Serve nobody in a forked child."""
         self._closed = threading.Event()  # the lock of the old one may be held by no thread
         self._closed.set()
         self.client.drop()
-        self.heartbeat.drop()
-        if self.server is not None:
-            self.server.drop()
-        if self._master is not None:
-            self._master.close()
 
 
 class _ProcessSession:
@@ -312,15 +307,6 @@ class _ProcessSession:
             return []
         return server.present()
 
-    def drop(self) -> None:
-        """Close the descriptors in a forked child, which leaves those of the parent alone."""
-        if self.session is not None:
-            self.session.drop()
-        elif self.server is not None:
-            self.server.drop()
-        if self.location is not None and self.location.listener is not None:
-            self.location.listener.close()
-
 
 class _ProcessSessions:
     """The sessions of the ranks that live in this process, and its pid."""
@@ -347,15 +333,13 @@ class _ProcessSessions:
         session.location, session.is_over_store = location, True
 
     def drop(self) -> None:
-        """Forget the sessions in a forked child, which is none of its parent's ranks.
-
-        Connections that it kept open would hide from the others that the parent has died.
-        """
+        """Forget the sessions in a forked child, which is none of its parent's ranks."""
         self.pid = os.getpid()
         self._lock = threading.RLock()  # of a thread that is not here, perhaps
         sessions, self._sessions = self._sessions, {}
         for session in sessions.values():
-            session.drop()
+            if session.session is not None:
+                session.session.drop()
 
 
 this_process = _ProcessSessions()
@@ -385,7 +369,7 @@ def _locate_server_by_store(info: LaunchInfo, timeout_s: float) -> ServerLocatio
     try:
         store = TCPStore(info.master_addr, info.master_port, None, False, timeout=limit)
         if info.rank == 0:
-            listener = _listener_next_to_store(info)
+            listener = linux.closed_in_children(_listener_next_to_store(info))
             drawn = b"" if own else secrets.token_bytes(SECRET_NBYTES)
             store.set(key, json.dumps([*listener.getsockname()[:2], drawn.hex()]))
             address = listener.family, listener.getsockname()

@@ -50,11 +50,6 @@ class FailureDetector:
         self.notifier.close()
         self.monitor.close()
 
-    def drop(self) -> None:
-        """Close the descriptors in a forked child, which leaves those of the parent alone."""
-        self.notifier.drop()
-        self.monitor.close()
-
     # ---- without a call ----
 
     def failures(self, wait_s: float = 0.0) -> tuple[RankFailure, ...]:

@@ -8,9 +8,11 @@ import select
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from io import FileIO
 
 from coordinator.errors import FailureReason, RankFailure
 from coordinator.failure.scan import FailureScan
+from launcher import linux
 
 log = logging.getLogger("coordinator")
 
@@ -76,8 +78,8 @@ class FailureNotifier:
         self._lock = threading.Lock()
         self._subscriptions: list[Subscription] = []
         self._thread: threading.Thread | None = None
-        self._wakeup = -1
-        self._is_closed = False
+        self._wakeup: FileIO | None = None
+        self._is_closed, self._pid = False, os.getpid()
 
     def subscribe(
         self,
@@ -93,11 +95,16 @@ class FailureNotifier:
         return subscription
 
     def _start(self) -> None:
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="drumline-failures", daemon=True)
+        fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = wakeup = linux.closed_in_children(FileIO(fd))
+        self._thread = threading.Thread(
+            target=self._run, args=[wakeup], name="drumline-failures", daemon=True
+        )
         self._thread.start()
 
     def _unsubscribe(self, subscription: Subscription) -> None:
+        if self._pid != os.getpid():  # a forked child, where the thread does not run
+            return
         with self._lock:
             self._subscriptions = [other for other in self._subscriptions if other != subscription]
         self._stop()
@@ -107,38 +114,29 @@ class FailureNotifier:
         self._is_closed = True
         self._stop()
 
-    def drop(self) -> None:
-        """Forget the thread in a forked child, where it does not run."""
-        self._is_closed, self._lock = True, threading.Lock()
-        if self._wakeup >= 0:
-            os.close(self._wakeup)
-        self._wakeup = -1
-
     def _stop(self) -> None:
         """End the thread, unless there are subscribers: another may have come meanwhile."""
         with self._lock:
             if self._subscriptions and not self._is_closed:
                 return
             thread, self._thread = self._thread, None
-            if thread is not None:
-                os.eventfd_write(self._wakeup, 1)
+            if thread is not None and self._wakeup is not None:
+                os.eventfd_write(self._wakeup.fileno(), 1)
         if thread is not None and thread is not threading.current_thread():
             thread.join(self._timings.callback_s)
 
-    def _run(self) -> None:
+    def _run(self, wakeup: FileIO) -> None:
         """Scan at every interval, and at once when a process of this host ends."""
-        wakeup, dead = self._wakeup, set[int]()
+        dead = set[int]()
         while self._is_current():
             subscriptions = tuple(self._subscriptions)
             current = self._scan.scan()
             for subscription in subscriptions:
                 subscription.notify(current)
             if self._is_current():
-                dead |= self._sleep(wakeup, dead)
+                dead |= self._sleep(wakeup.fileno(), dead)
         with self._lock:
-            os.close(wakeup)
-            if self._wakeup == wakeup:
-                self._wakeup = -1
+            wakeup.close()
 
     def _is_current(self) -> bool:
         return self._thread is threading.current_thread()

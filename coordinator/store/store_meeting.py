@@ -45,7 +45,7 @@ from coordinator.errors import (
 )
 from coordinator.peers import Peer
 from coordinator.timings import CoordinatorTimings
-from launcher import LaunchInfo, host_addresses, listener_at
+from launcher import LaunchInfo, host_addresses, linux, listener_at
 
 LOOPBACK = "127.0.0.1"
 DISCARD_PORT = 9  # nothing is sent there
@@ -189,7 +189,7 @@ class _Meeting:
         if is_loopback and self._are_on_several_hosts():
             # On many hosts their own name means the loopback, which no other host reaches.
             address = next((text for _, text in host_addresses.routable_addresses()), address)
-        return listener_at(family_of(address), (address, 0))
+        return linux.closed_in_children(listener_at(family_of(address), (address, 0)))
 
     def _are_on_several_hosts(self) -> bool:
         peers = [Peer.unpack(request.split(" ", 2)[2].encode()) for request in self._requests()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -37,6 +38,7 @@ class GlooTransport:
         self._rank, self._size = rank, size
         self._idle: Callable[[], None] = noop
         self._store = store  # torch keeps only the C++ half of it alive
+        self._pid = os.getpid()
         self._gloo: Any = torch_private.gloo_group(store, rank, size, address, self._timeout)
 
     def exchange(
@@ -147,9 +149,10 @@ class GlooTransport:
             self._gloo.shutdown()
             self._gloo = None
 
-    def drop(self) -> None:
+    def __del__(self) -> None:
         """Leave it alone in a forked child: to free it would wait for threads that are not here."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+        if self._pid != os.getpid():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
 
 
 def _tensor(data: bytes) -> torch.Tensor:

@@ -180,12 +180,6 @@ class Group:
         self.detector.close()
         self._segment = self._tree = None
 
-    def drop(self) -> None:
-        """Close the descriptors in a forked child, which leaves those of the parent alone."""
-        if self._tree is not None:
-            self._tree.drop()
-        self.detector.drop()
-
 
 def resumed(segment: _node_shm.NodeSegment, wait_s: float, check: Check) -> list[bytes]:
     """The results of an exchange, once all have come. check: raises if some will not."""

@@ -153,8 +153,6 @@ class Tree:
         if self._parent is not None:
             self._parent.close()
 
-    drop = close
-
 
 class ChildListener:
     """Accepts the connections of a node's children while a group is being made.

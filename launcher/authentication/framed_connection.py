@@ -11,7 +11,7 @@ from typing import Any
 
 from launcher import timings
 from launcher.authentication.encryption import EncryptedSocket
-from launcher.system import link_state
+from launcher.system import link_state, linux
 
 LENGTH = struct.Struct("!Q")
 MAX_NBYTES = 1 << 34  # of one message between ends that have proved themselves
@@ -47,6 +47,7 @@ class FramedConnection:
         self.is_between_messages = True  # else it can carry no other
         self._pollers: dict[int, select.poll] = {}  # by event
         self._remote = link_state.remote_host(connection)
+        linux.closed_in_children(self)
         connection.setblocking(False)
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

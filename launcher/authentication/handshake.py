@@ -29,6 +29,7 @@ from functools import partial
 from launcher.authentication.credentials import MAGIC, VERSION, Credentials
 from launcher.authentication.encryption import KeyExchange
 from launcher.authentication.framed_connection import ConnectionBroken, FramedConnection, noop
+from launcher.system import linux
 from launcher.timings import TIMINGS, ConnectionTimings
 
 MAC_NBYTES = 32
@@ -234,11 +235,6 @@ class AuthenticatedListener:
         for connection in list(self._pending):
             self._drop(connection)
 
-    def drop(self) -> None:
-        """Close the connections in a forked child, which leaves those of the parent alone."""
-        for connection in self._pending:
-            connection.close()
-
     def handle(self, ready: Sequence[tuple[selectors.SelectorKey, int]]) -> None:
         """Call the handlers of what select() returned; an error ends that one connection alone."""
         for key, events in ready:
@@ -304,7 +300,7 @@ class AuthenticatedListener:
         connection.setblocking(False)
         handler = Handler(lambda _: self._receive(pending), lambda: self._drop(connection))
         self._selector.register(connection, selectors.EVENT_READ, handler)
-        self._pending[connection] = pending
+        self._pending[linux.closed_in_children(connection)] = pending
         size, fingerprint = self._credentials.world_size, self._credentials.fingerprint()
         self._send(connection, GREETING.pack(MAGIC, VERSION, size, fingerprint, exchange.nonce))
 
@@ -366,7 +362,7 @@ class AuthenticatedListener:
         del self._pending[pending.socket]
         self._selector.unregister(pending.socket)
         encrypted = pending.exchange.encrypted(pending.socket, nonce, is_client=False)
-        self._on_accepted(encrypted, hello)
+        self._on_accepted(linux.closed_in_children(encrypted), hello)
 
     def _send(self, connection: socket.socket, data: bytes) -> bool:
         try:

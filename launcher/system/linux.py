@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -9,10 +10,11 @@ import re
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterable, MutableMapping
 from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 # linux/prctl.h
 PR_SET_PDEATHSIG = 1
@@ -79,6 +81,32 @@ def end_adopting() -> None:
         adopting.num_launches -= 1
         if adopting.num_launches == 0:
             set_subreaper(adopting.before)
+
+
+class Inherited(Protocol):
+    def close(self) -> object: ...
+
+
+File = TypeVar("File", bound=Inherited)
+_inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
+
+
+def closed_in_children(file: File) -> File:
+    """The file, which a forked child closes at once, and leaves that of the parent alone.
+
+    A connection that it kept open would hide from the other end that the parent has died.
+    """
+    _inherited.add(file)
+    return file
+
+
+def _close_inherited() -> None:
+    for file in tuple(_inherited):
+        with contextlib.suppress(OSError):
+            file.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 def set_process_name(name: str) -> None:

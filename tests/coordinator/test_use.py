@@ -111,6 +111,16 @@ def test_a_forked_child_keeps_no_connection_open(coordinated, nodes):
     assert all(int(outcome.value) <= before + 1 for outcome in outcomes), outcomes
 
 
+def test_a_forked_child_may_leave_the_block_of_a_subscription(coordinated):
+    """It raised OSError, as the thread of its parent was to be woken."""
+
+    def body(coor):
+        with coor.on_failure(print) as subscription:
+            return in_a_child(lambda: subscription.close() or "left")
+
+    assert [each.value for each in coordinated(body, 2)] == ["left", "left"]
+
+
 def test_a_forked_child_leaves_gloo_to_its_parent(fork):
     def body(info):
         with Coordinator(info, timeout_s=20, transport="gloo") as coor:

@@ -142,11 +142,13 @@ def test_who_has_lost_rank_0_does_not_speak(node):
 def process():
     """A process with a record, as a neighbour."""
     record = OwnRecord()
+    fd = os.dup(record.fd)  # that itself the child closes
     pid = os.fork()
     if pid == 0:
         while True:
             signal.pause()
-    yield record, Neighbour(peer_of(1, pid), record.fd), pid
+    os.close(fd)
+    yield record, Neighbour(peer_of(1, pid), fd), pid
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
