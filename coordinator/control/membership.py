@@ -24,7 +24,7 @@ class RankReport(NamedTuple):
 
     silent_s: since its last heartbeat. calls: of each of its groups, by key. note: LEFT, SUSPENDED
     or nothing. lost_s: since its last connection broke, or -1. is_unreachable: its host does not
-    acknowledge what was sent to it.
+    acknowledge what was sent to it. process: its host and pid, as it named itself.
     """
 
     silent_s: float
@@ -32,13 +32,15 @@ class RankReport(NamedTuple):
     note: str
     lost_s: float
     is_unreachable: bool
+    process: str
 
     @classmethod
     def from_wire(cls, fields: Sequence[Any]) -> RankReport:
-        silent_s, calls, note, lost_s, is_unreachable = fields
-        if calls is not None:
-            calls = {key: CallStatus(*status) for key, status in calls.items()}
-        return cls(silent_s, calls, note, lost_s, is_unreachable)
+        report = cls(*fields)
+        if report.calls is None:
+            return report
+        calls = {key: CallStatus(*status) for key, status in report.calls.items()}
+        return report._replace(calls=calls)
 
 
 Membership = Mapping[int, RankReport]  # by rank of the launch; empty if rank 0 does not answer
@@ -81,6 +83,7 @@ class Member:
             LEFT if self.has_left() else SUSPENDED * self.is_suspended,
             now - self.lost_at if self.lost_at else -1.0,
             is_unreachable,
+            self.process,
         )
 
     def is_silent(self, now: float, silent_s: float) -> bool:
@@ -174,10 +177,6 @@ class MembershipTable:
         self._groups[group] = ranks
         while sum(map(len, self._groups.values())) > MAX_GROUP_RANKS:
             del self._groups[next(iter(self._groups))]
-
-    def processes(self, ranks: Sequence[int]) -> list[str]:
-        """The process of each rank that has ever come, as it named itself."""
-        return [self.members[rank].process for rank in ranks]
 
     def reports(self, ranks: Iterable[int]) -> dict[int, RankReport]:
         """A RankReport of each of these ranks that has ever come."""

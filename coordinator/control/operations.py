@@ -45,7 +45,6 @@ class Op(StrEnum):
     REPORT = "report", str, bytes
     REPORTS = "reports", [int]
     UNWELL = "unwell", str, str, int
-    PROCESSES = "processes", [int]
     LOOK = "look", float
     SHOW = "show", {int: bytes}
     LEAVE = ("leave",)

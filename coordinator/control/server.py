@@ -151,7 +151,6 @@ class ControlServer:
             Op.REPORT: lambda _, group, failure: membership.report(group, failure),
             Op.REPORTS: lambda _, ranks: membership.reports(ranks),
             Op.UNWELL: self._answer_unwell,
-            Op.PROCESSES: lambda _, ranks: membership.processes(ranks),
             Op.LOOK: lambda _, view_s: membership.look(view_s),
             Op.SHOW: lambda _, pages: membership.show(pages),
         }

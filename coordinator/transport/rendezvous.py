@@ -157,17 +157,12 @@ class Rendezvous:
 
     def _failures(self, ranks: Sequence[int]) -> list[RankFailure]:
         """Lost ranks of the launch, named with their processes if rank 0 can tell these."""
-        try:
-            processes = self.session.ask(Op.PROCESSES, ranks, timeout_s=self._timings.last_answer_s)
-            texts = [f"rank {rank} ({name})" for rank, name in zip(ranks, processes, strict=True)]
-        except NO_ANSWER:
-            texts = [f"rank {rank}" for rank in ranks]
-        return [
-            RankFailure(
-                self.members.index(rank), Peer.unseen(rank), FailureReason.EXITED, text=text
-            )
-            for rank, text in zip(ranks, texts, strict=True)
-        ]
+        reports, exited = self.session.reports(ranks, self._timings.last_answer_s), []
+        for rank in ranks:
+            text = f"rank {rank}" + (f" ({reports[rank].process})" if rank in reports else "")
+            place, peer = self.members.index(rank), Peer.unseen(rank)
+            exited.append(RankFailure(place, peer, FailureReason.EXITED, text=text))
+        return exited
 
     def _ask_arrived(self, key: str, timeout_s: float) -> list[int] | None:
         try:

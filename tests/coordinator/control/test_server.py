@@ -355,7 +355,6 @@ class Fuzzer:
             Op.NUMBER: ["nodes", pick.randrange(3), pick.randrange(3), b"x"],
             Op.HEARTBEAT: [0, ["c9/7/"], {3: [0.0, True, {"c0/": self.value()}]}],
             Op.REPORT: [f"c9/{pick.randrange(99)}/", b"x"],
-            Op.PROCESSES: [[1, 2]],
             Op.REPORTS: [[1, 2, 77]],
             Op.UNWELL: ["c0/", "barrier", 1],
             Op.LOOK: [1.0],
