@@ -11,7 +11,7 @@ from typing import Any
 from coordinator.errors import CoordinatorError
 from launcher import LaunchInfo, host_addresses, listener_at
 
-Address = tuple[socket.AddressFamily, tuple[Any, ...]]
+Address = tuple[Any, ...]  # as of getaddrinfo(3): in numbers, and so its family is known, too
 
 
 def spans_nodes(info: LaunchInfo) -> bool:
@@ -25,23 +25,23 @@ def candidates(info: LaunchInfo) -> list[Address]:
     spans nodes, that is then replaced by the address this host uses towards others.
     """
     addresses = _resolve(info)
-    if any(_is_wildcard(address) for _, address in addresses):
+    if any(map(_is_wildcard, addresses)):
         raise CoordinatorError(
             f"rank {info.rank}: master_addr {info.master_addr!r} is every interface and no host, "
             "so strangers could reach rank 0 by any of them. Give the one address of rank 0's host "
             "by which the others reach it."
         )
-    if spans_nodes(info) and all(_is_link_local(address) for _, address in addresses):
+    if spans_nodes(info) and all(map(_is_link_local, addresses)):
         raise CoordinatorError(
             f"rank {info.rank}: master_addr {info.master_addr!r} is good on one link alone, where "
             "each host calls that link by a name of its own, so the nodes could not connect to "
             "each other. Give an address of rank 0's host that is good everywhere."
         )
     is_name = not _is_literal(info.master_addr)
-    if spans_nodes(info) and is_name and any(_is_loopback(address) for address in addresses):
+    if spans_nodes(info) and is_name and any(map(_is_loopback, addresses)):
         outside = [address for address in addresses if not _is_loopback(address)]
-        for family, text in host_addresses.routable_addresses():
-            outside.append((family, (text, info.master_port)))
+        for _, text in host_addresses.routable_addresses():
+            outside.append((text, info.master_port))
         return outside or addresses
     return addresses
 
@@ -59,33 +59,37 @@ def _resolve(info: LaunchInfo) -> list[Address]:
             f"{info.master_addr!r} is ({getattr(error, 'strerror', error)}), so it cannot reach "
             "rank 0. Give an address that every host knows with --master-addr."
         ) from error
-    return [(family, address) for family, _, _, _, address in records]
+    return [address for *_, address in records]
+
+
+def _parsed(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    return ipaddress.ip_address(host.partition("%")[0])
 
 
 def _is_literal(host: str) -> bool:
     try:
-        ipaddress.ip_address(host.partition("%")[0])
+        _parsed(host)
     except ValueError:
         return False
     return True
 
 
 def _is_loopback(address: Address) -> bool:
-    return ipaddress.ip_address(str(address[1][0]).partition("%")[0]).is_loopback
+    return _parsed(address[0]).is_loopback
 
 
-def is_loopback_down(target: tuple[Any, ...], error: Exception) -> bool:
+def is_loopback_down(target: Address, error: Exception) -> bool:
     """True if error, of a connection to target, is what it would be without that interface."""
     return getattr(error, "errno", 0) == errno.ENETUNREACH and target[0] in ("127.0.0.1", "::1")
 
 
-def _is_wildcard(address: tuple[Any, ...]) -> bool:
-    parsed = ipaddress.ip_address(str(address[0]).partition("%")[0])
+def _is_wildcard(address: Address) -> bool:
+    parsed = _parsed(address[0])
     return (getattr(parsed, "ipv4_mapped", None) or parsed).is_unspecified
 
 
-def _is_link_local(address: tuple[Any, ...]) -> bool:
-    parsed = ipaddress.ip_address(str(address[0]).partition("%")[0])
+def _is_link_local(address: Address) -> bool:
+    parsed = _parsed(address[0])
     return parsed.version == 6 and parsed.is_link_local
 
 
@@ -94,9 +98,9 @@ def listen(info: LaunchInfo) -> socket.socket:
     if "master_fd" in info.extras:
         return _adopt(info)
     refused: OSError | None = None
-    for family, address in candidates(info):
+    for address in candidates(info):
         try:
-            return listener_at(family, address)
+            return listener_at(address)
         except OSError as error:
             refused = error
     raise CoordinatorError(
@@ -126,14 +130,3 @@ def _why_unfit(listener: socket.socket) -> str:
     if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         return "it does not listen"
     return "it listens on every interface" if _is_wildcard(listener.getsockname()) else ""
-
-
-def family_of(host: str) -> socket.AddressFamily:
-    """The family of an address in numbers."""
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def format_address(address: tuple[Any, ...]) -> str:
-    """address:port, with brackets around an IPv6 address."""
-    host, port = address[0], address[1]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -247,10 +247,8 @@ class Coordinator(Collectives, SharedState):
         """The address of this host by which it reaches the master, and so the others reach it."""
         if self._session is not None:
             return self._session.client.local_address
-        family, address = candidates(self.info)[0]
-        return launcher.host_addresses.local_address_for(
-            family, (address[0], self.info.master_port or 9)
-        )
+        host, *_ = candidates(self.info)[0]
+        return launcher.host_addresses.local_address_for((host, self.info.master_port or 9))
 
     def is_local_master(self) -> bool:
         """True on the first of the group's ranks on each node."""

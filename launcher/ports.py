@@ -11,7 +11,7 @@ import socket
 from collections.abc import Iterable
 from typing import Any
 
-from launcher.system import linux
+from launcher.system import host_addresses, linux
 
 FIRST_PORT = 10_000
 END_PORT = 32_768  # where Linux begins to give ports to outgoing connections, by default
@@ -28,10 +28,9 @@ def listen(launch_id: str, address: str = "127.0.0.1", port: int = 0) -> socket.
     It listens from the start: a bound socket that does not can be stolen by another that sets
     SO_REUSEADDR. Raises OSError if no port is free, or address does not belong to this node.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for candidate in [port] if port else candidates(launch_id):
         try:
-            return listener_at(family, (address, candidate), may_share=bool(port))
+            return listener_at((address, candidate), may_share=bool(port))
         except (OSError, UnicodeError) as error:
             if not isinstance(error, OSError) or error.errno not in IN_USE:
                 raise _address_error(error, address) from error
@@ -117,11 +116,12 @@ def reserve(candidate_ports: Iterable[int]) -> socket.socket:
     )
 
 
-def listener_at(family: int, address: tuple[Any, ...], may_share: bool = True) -> socket.socket:
+def listener_at(address: tuple[Any, ...], may_share: bool = True) -> socket.socket:
     """A socket that listens at one address of this host. Raises OSError.
 
     may_share: take the port even where a socket that does not listen keeps it, see reserve.
     """
+    family = host_addresses.family_of(address[0])
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, may_share)

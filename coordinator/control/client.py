@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from coordinator.addresses import Address, format_address, is_loopback_down
+from coordinator.addresses import Address, is_loopback_down
 from coordinator.control.framing import Connection, pack, unpack_answer
 from coordinator.control.operations import LOCAL_OPS, Op
 from coordinator.control.server import MAX_REQUEST_NBYTES, ControlServer
@@ -25,6 +25,7 @@ from launcher import (
     Rejected,
     TruncatedMessage,
     authenticate,
+    host_addresses,
     link_state,
     noop,
 )
@@ -70,7 +71,7 @@ class Client:
         self._timeout_s = timeout_s
         first = self._connect(time.monotonic() + timeout_s, noop)
         self.local_address = str(first.socket.getsockname()[0]).partition("%")[0]
-        self.server_address = format_address(first.socket.getpeername())
+        self.server_address = host_addresses.endpoint(*first.socket.getpeername())
         self._idle.append(first)
         self._is_accepted = True
 
@@ -184,14 +185,14 @@ class Client:
                 if not is_temporary or time.monotonic() >= deadline:
                     raise
                 why, addresses = str(error), []  # the name server may answer later
-            for family, target in addresses:
-                address = format_address(target)
+            for target in addresses:
+                address = host_addresses.endpoint(*target)
                 is_only = len(addresses) == 1  # else another one may answer
                 limit_s = self._timings.handshake_s if is_only else self._timings.connect_s
                 until = min(deadline, time.monotonic() + limit_s)
                 try:
                     return connect(
-                        family, target, self._credentials, self._hello, until, check, self._timings
+                        target, self._credentials, self._hello, until, check, self._timings
                     )
                 except LaunchFailed as error:
                     raise PeerLost(
@@ -242,8 +243,7 @@ def _close(connection: Connection, is_orderly: bool) -> None:
 
 
 def connect(
-    family: int,
-    address: tuple[Any, ...],
+    address: Address,
     credentials: Credentials,
     hello: Hello,
     deadline: float,
@@ -252,7 +252,7 @@ def connect(
 ) -> Connection:
     """An authenticated connection. Raises OSError, NotReady or Rejected."""
     left_s = max(deadline - time.monotonic(), 0.001)
-    raw = socket.socket(family, socket.SOCK_STREAM)
+    raw = socket.socket(host_addresses.family_of(address[0]), socket.SOCK_STREAM)
     try:
         raw.settimeout(min(left_s, timings.connect_s))
         raw.connect(address)

@@ -18,7 +18,7 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
-from coordinator.addresses import Address, candidates, family_of, listen, spans_nodes
+from coordinator.addresses import Address, candidates, listen, spans_nodes
 from coordinator.call_site import CallSite
 from coordinator.control.client import Client, ServerLost
 from coordinator.control.heartbeat import NO_ANSWER, Heartbeat
@@ -280,8 +280,7 @@ class _ProcessSession:
 
     def _addresses(self, info: LaunchInfo) -> list[Address]:
         if self.server is not None:
-            address = self.server.address
-            return [(family_of(address[0]), address)]
+            return [self.server.address]
         if self.location is not None:
             return [self.location.address]
         return candidates(info)
@@ -372,8 +371,7 @@ def _locate_server_by_store(info: LaunchInfo, timeout_s: float) -> ServerLocatio
             listener = linux.closed_in_children(_listener_next_to_store(info))
             drawn = b"" if own else secrets.token_bytes(SECRET_NBYTES)
             store.set(key, json.dumps([*listener.getsockname()[:2], drawn.hex()]))
-            address = listener.family, listener.getsockname()
-            return ServerLocation(address, own or drawn, listener)
+            return ServerLocation(listener.getsockname(), own or drawn, listener)
         host, port, text = json.loads(store.get(key))
     except CoordinatorError:  # of names and addresses
         raise
@@ -384,16 +382,15 @@ def _locate_server_by_store(info: LaunchInfo, timeout_s: float) -> ServerLocatio
             f"Check that rank 0 makes a Coordinator, too. ({error})"
         ) from error
     secret = own or bytes.fromhex(text) or launch_secret(info)  # the store draws none for us
-    return ServerLocation((family_of(host), (host, port)), secret, None)
+    return ServerLocation((host, port), secret, None)
 
 
 def _listener_next_to_store(info: LaunchInfo) -> socket.socket:
     if not spans_nodes(info):
         loopback = "::1" if ":" in info.master_addr else "127.0.0.1"
-        return listener_at(family_of(loopback), (loopback, 0))
-    family, address = candidates(info)[0]
+        return listener_at((loopback, 0))
     try:
-        return listener_at(family, (host_addresses.local_address_for(family, address), 0))
+        return listener_at((host_addresses.local_address_for(candidates(info)[0]), 0))
     except OSError:
-        family, text = host_addresses.routable_addresses()[0]
-        return listener_at(family, (text, 0))
+        _, text = host_addresses.routable_addresses()[0]
+        return listener_at((text, 0))

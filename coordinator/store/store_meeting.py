@@ -33,7 +33,6 @@ from typing import Any, NoReturn
 from torch.distributed import DistNetworkError, PrefixStore, Store
 
 import launcher
-from coordinator.addresses import family_of
 from coordinator.control.secrecy import SECRET_NBYTES, launch_secret
 from coordinator.control.session import ServerLocation
 from coordinator.errors import (
@@ -189,7 +188,7 @@ class _Meeting:
         if is_loopback and self._are_on_several_hosts():
             # On many hosts their own name means the loopback, which no other host reaches.
             address = next((text for _, text in host_addresses.routable_addresses()), address)
-        return linux.closed_in_children(listener_at(family_of(address), (address, 0)))
+        return linux.closed_in_children(listener_at((address, 0)))
 
     def _are_on_several_hosts(self) -> bool:
         peers = [Peer.unpack(request.split(" ", 2)[2].encode()) for request in self._requests()]
@@ -244,8 +243,7 @@ class _Meeting:
             master_port=first.port,
             extras=extras,
         )
-        address = (family_of(first.address), (first.address, first.port))
-        return info, ServerLocation(address, secret, listener)
+        return info, ServerLocation((first.address, first.port), secret, listener)
 
     # ---- waiting ----
 
@@ -345,5 +343,5 @@ def _own_address(store: Any) -> str:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host, port = getattr(store, "host", LOOPBACK), getattr(store, "port", DISCARD_PORT)
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    return host_addresses.local_address_for(family, address)
+    *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    return host_addresses.local_address_for(address)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from coordinator.addresses import family_of, format_address
 from coordinator.binomial_tree import parent_of, subtree_of
 from coordinator.control.client import connect
 from coordinator.control.framing import Connection
@@ -30,6 +29,7 @@ from launcher import (
     NoMessage,
     NotReady,
     Rejected,
+    host_addresses,
     listener_at,
     noop,
     purpose_of,
@@ -163,7 +163,7 @@ class ChildListener:
     def __init__(self, address: str, credentials: Credentials, purpose: str, most: int = 0) -> None:
         self._purpose = purpose
         self._children: dict[bytes, int] = {}  # by the purpose of their connections
-        self._listener = listener_at(family_of(address), (address, 0))
+        self._listener = listener_at((address, 0))
         max_pending = max(MAX_PENDING, most)  # who may all come at once
         self.address: tuple[Any, ...] = self._listener.getsockname()[:2]
         self._selector = selectors.DefaultSelector()
@@ -211,19 +211,20 @@ def connect_to_parent(
     """A connection to a peer whose ChildListener is at address; tries until the deadline."""
     hello = Hello(me.rank, purpose_of(purpose))
     target = (address[0], address[1])
+    place = host_addresses.endpoint(*target)
     while True:
         try:
-            return connect(family_of(address[0]), target, credentials, hello, deadline, idle)
+            return connect(target, credentials, hello, deadline, idle)
         except Rejected as error:
             raise CoordinatorError(
-                f"rank {me.rank} was rejected by {parent} at {format_address(target)}: {error}"
+                f"rank {me.rank} was rejected by {parent} at {place}: {error}"
             ) from error
         except (NotReady, OSError) as error:
             why = str(error)
         if time.monotonic() >= deadline:
             raise CoordinatorTimeout(
                 f"rank {me.rank} (host {me.host}, address {me.address}) cannot reach {parent} at "
-                f"{format_address(target)} ({why}), so the two nodes cannot exchange anything. "
+                f"{place} ({why}), so the two nodes cannot exchange anything. "
                 "Check the route and the firewall between those two addresses; ranks reach each "
                 "other by the address by which they reach master_addr."
             )

@@ -11,10 +11,10 @@ from typing import Any
 from launcher import ports, registry
 from launcher.authentication import launch_token
 from launcher.authentication.launch_token import LaunchToken
-from launcher.external.node_messages import endpoint
 from launcher.job import LOOPBACK, Job
 from launcher.launch_info import MAX_PORT, number
 from launcher.system import host_addresses
+from launcher.system.host_addresses import endpoint
 
 OPTIONS_WITHOUT_VALUE = (
     "--", "-h", "--help", "-m", "--module", "--bind", "--dry-run", "--encrypt",

@@ -35,13 +35,13 @@ from launcher.external.node_messages import (
     ASKS,
     NodeChannel,
     NodeDescription,
-    endpoint,
     notice,
     placed,
     printable,
     token_of,
 )
 from launcher.job import Job
+from launcher.system.host_addresses import endpoint
 
 NODE = purpose_of("node")
 SAME_COMMAND = "Give the same command on every node, except --node-rank."

@@ -30,7 +30,6 @@ from launcher.external.node_messages import (
     ASKS,
     NodeChannel,
     NodeDescription,
-    endpoint,
     notice,
     placed,
     token_of,
@@ -39,6 +38,7 @@ from launcher.job import LOOPBACK, Job, new_launch_id
 from launcher.launch_info import MAX_PORT
 from launcher.launch_secret import NBYTES
 from launcher.system import host_addresses
+from launcher.system.host_addresses import endpoint
 from launcher.system.link_state import remote_host
 
 MAX_NAMES = 16  # of nodes in a line

@@ -129,10 +129,6 @@ def printable(value: Any) -> Any:
     return "".join(char if char.isprintable() else "?" for char in value)
 
 
-def endpoint(address: str, port: int) -> str:
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-
-
 def token_of(job: Job) -> LaunchToken:
     if job.token is None:
         raise ValueError(

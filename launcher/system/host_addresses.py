@@ -21,15 +21,25 @@ def routable_addresses() -> list[tuple[socket.AddressFamily, str]]:
     addresses = []
     for family, outside in OUTSIDE:
         try:
-            addresses.append((family, local_address_for(family, (outside, 9))))
+            addresses.append((family, local_address_for((outside, 9))))
         except OSError:
             continue  # no such route
     return addresses or _interface_addresses()
 
 
-def local_address_for(family: int, address: tuple[Any, ...]) -> str:
+def family_of(host: str) -> socket.AddressFamily:
+    """The family of an address in numbers."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def endpoint(host: str, port: int, *_: int) -> str:
+    """host:port, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def local_address_for(address: tuple[Any, ...]) -> str:
     """The local address from which the kernel would send there; nothing is sent."""
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    with socket.socket(family_of(address[0]), socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
 

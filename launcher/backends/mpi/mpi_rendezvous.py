@@ -102,8 +102,8 @@ def _local_address_for(other: str) -> str:
     """The address from which the kernel would send to other; "" for a loopback or no route."""
     with contextlib.suppress(OSError):
         targets = socket.getaddrinfo(other, DISCARD_PORT, type=socket.SOCK_DGRAM)
-        for family, _, _, _, target in targets:
-            address = host_addresses.local_address_for(family, target)
+        for *_, target in targets:
+            address = host_addresses.local_address_for(target)
             if not address.startswith("127.") and address != "::1":
                 return address
     return ""

@@ -293,7 +293,7 @@ def test_a_connection_for_another_purpose_is_no_rank():
 
     def authenticate(purpose):
         hello = Hello(1, purpose_of(purpose))
-        connect(socket.AF_INET, server.address, credentials, hello, time.monotonic() + 5).close()
+        connect(server.address, credentials, hello, time.monotonic() + 5).close()
 
     server = ControlServer(socket.create_server(("127.0.0.1", 0)), credentials)
     server.open(0)
@@ -320,7 +320,7 @@ def server():
 def joined(server, rank, timeout_s=5):
     """A Client that the server has answered, and so has noted."""
     hello = Hello(rank, CONTROL, token=rank.to_bytes(8, "big"), process=f"rank {rank}")
-    client = Client(lambda: [(socket.AF_INET, server.address)], CREDENTIALS, hello, timeout_s)
+    client = Client(lambda: [server.address], CREDENTIALS, hello, timeout_s)
     assert client.ask("count", "", timeout_s=timeout_s) == 0
     return client
 
@@ -352,9 +352,7 @@ def test_a_client_that_sends_as_it_is_rejected_does_not_end_the_server():
         others = send_while_others_come(server.address, links)
     assert all(link.recv(GREETING.size, socket.MSG_WAITALL) for link in others)
     assert not server.is_over
-    connect(
-        socket.AF_INET, server.address, credentials, Hello(1, CONTROL), time.monotonic() + 5
-    ).close()
+    connect(server.address, credentials, Hello(1, CONTROL), time.monotonic() + 5).close()
     for link in links + others:
         link.close()
     server.begin_closing()
@@ -466,7 +464,7 @@ def test_a_flood_does_not_keep_a_distant_rank_out(server):
     with flood(server.address), delayed(server.address, 0.05) as address:
         while len(server._authenticator._pending) < server._authenticator._max_pending:
             time.sleep(0.01)
-        addresses, hello = [(socket.AF_INET, address)], Hello(1, CONTROL, process="distant")
+        addresses, hello = [address], Hello(1, CONTROL, process="distant")
         client = Client(lambda: addresses, CREDENTIALS, hello, 90)
         assert client.ask("count", "", timeout_s=20) == 0
         client.close()
@@ -541,9 +539,7 @@ def test_an_error_on_one_connection_ends_that_one_alone(server, monkeypatch, cap
             for _ in range(3):
                 start = time.monotonic()
                 with pytest.raises((NotReady, ConnectionBroken)):
-                    link = connect(
-                        socket.AF_INET, server.address, CREDENTIALS, Hello(2, CONTROL), start + 20
-                    )
+                    link = connect(server.address, CREDENTIALS, Hello(2, CONTROL), start + 20)
                     link.read_exactly(1, start + 20)
                 assert time.monotonic() - start < 15, "it was not closed"
         assert client.ask("count", "", timeout_s=5) == 0

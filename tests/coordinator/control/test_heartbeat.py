@@ -43,7 +43,7 @@ class Rank:
 
     def __init__(self, server, rank, keys):
         hello = Hello(rank, CONTROL, token=rank.to_bytes(8, "big"), process=f"rank {rank}")
-        addresses = [(socket.AF_INET, server.address)]
+        addresses = [server.address]
         self.client = Client(lambda: addresses, CREDENTIALS, hello, LIMIT_S)
         self.num_asked = 0
         self.heartbeat = Heartbeat(rank, self.ask, BY_HAND)

@@ -44,7 +44,7 @@ class SimulatedLaunch:
     def joined(self, rank):
         hello = Hello(rank, CONTROL, token=rank.to_bytes(8, "big"), process=f"rank {rank}")
         deadline = time.monotonic() + 20
-        return connect(socket.AF_INET, self.server.address, self.credentials, hello, deadline)
+        return connect(self.server.address, self.credentials, hello, deadline)
 
     def members(self):
         return self.server._membership.members.values()

@@ -49,7 +49,7 @@ def hello_of(rank):
 @pytest.fixture
 def honest(server):
     """The Client of rank 1."""
-    addresses = [(socket.AF_INET, server.address)]
+    addresses = [server.address]
     with contextlib.closing(Client(lambda: addresses, CREDENTIALS, hello_of(1), LIMIT_S)) as client:
         yield client
 
@@ -57,7 +57,7 @@ def honest(server):
 def raw(server, rank=3):
     """A connection of a rank that knows the secret."""
     deadline = time.monotonic() + LIMIT_S
-    return connect(socket.AF_INET, server.address, CREDENTIALS, hello_of(rank), deadline)
+    return connect(server.address, CREDENTIALS, hello_of(rank), deadline)
 
 
 def deadline():
