@@ -22,7 +22,6 @@ from communicator import timings
 from communicator.calls import call_check
 from communicator.calls.arguments import check_apart, check_like, check_tensor
 from communicator.calls.default_collectives import CollectivesFromP2P
-from communicator.calls.dtypes import dtype_name
 from communicator.calls.failures import describe_lost, lost_peers
 from communicator.errors import (
     CommunicatorError,
@@ -179,10 +178,6 @@ class Backend(CollectivesFromP2P):
             self._num_compared += 1
             description = call_check.describe_call(call, tensor, details)
             call_check.compare(self, self._num_compared, description)
-
-    def compare_parts(self, call: str, tensor: torch.Tensor, details: str) -> None:
-        """Compare a call in which the tensors of the ranks differ in size."""
-        self.compare_call(f"{call} of {dtype_name(tensor.dtype)}", None, details)
 
     def decline(self, why: str) -> None:
         """Take part in the comparison of a call; raises what it raises on the other ranks."""

@@ -23,7 +23,7 @@ from communicator.backends.byte_streams import ByteStreams
 from communicator.calls.call_check import describe_call
 from communicator.calls.checked_calls import CheckedCalls
 from communicator.calls.default_collectives import P2PCall
-from communicator.calls.dtypes import Op, dtype_name
+from communicator.calls.dtypes import Op
 from communicator.errors import WORK_ERRORS, DrumlineError, Unsupported
 from communicator.interceptors.call_checker import CallChecker
 from coordinator import Coordinator
@@ -219,12 +219,8 @@ class PluginBackend(Backend):
         self, call: str, tensor: torch.Tensor | None = None, details: str = ""
     ) -> None:
         """Compare a call whose arguments Python checks first; others have been compared before."""
-        if call in ("gather", "scatter") and self.call_checker is not None:
+        if self.call_checker is not None and call not in self.call_checker.names:
             self.call_checker.compare_first(describe_call(call, tensor, details))
-
-    def compare_parts(self, call: str, tensor: torch.Tensor, details: str) -> None:
-        if self.call_checker is not None:
-            self.call_checker.compare_first(f"{call} of {dtype_name(tensor.dtype)} {details}")
 
     def close(self) -> None:
         if self.call_checker is not None:

@@ -97,7 +97,7 @@ class CheckedCalls:
 
     def allgatherv(self, out: torch.Tensor, tensor: torch.Tensor, counts: list[int]) -> None:
         """Fill out with every rank's tensor, of counts elements each, one after the other."""
-        self.backend.compare_parts("allgather", tensor, f"in parts of {counts}")
+        self.backend.compare_call("allgatherv", out, f"in parts of {counts}")
         self.backend.allgatherv(out, tensor, counts)
 
     def reduce_scatter(
@@ -118,7 +118,7 @@ class CheckedCalls:
     ) -> None:
         """Reduce this rank's part of tensor, which has counts elements for the ranks, into out."""
         name = self._op("reduce_scatter", op, tensor)
-        self.backend.compare_parts("reduce_scatter", tensor, f"in parts of {counts} {name}")
+        self.backend.compare_call("reduce_scatterv", tensor, f"in parts of {counts} {name}")
         self.backend.reduce_scatterv(out, tensor, counts, name)
 
     def alltoall(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:

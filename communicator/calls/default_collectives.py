@@ -118,7 +118,7 @@ class CollectivesFromP2P:
 
     def allgatherv(self, out: torch.Tensor, tensor: torch.Tensor, counts: list[int]) -> None:
         """Fill out with every rank's tensor, of counts elements each, one after the other."""
-        parts = torch.split(out, counts)
+        parts = torch.split(out.view(-1), counts)
         parts[self.rank].copy_(tensor.flatten())
         for src, part in enumerate(parts):
             if part.numel():
@@ -128,7 +128,7 @@ class CollectivesFromP2P:
         self, out: torch.Tensor, tensor: torch.Tensor, counts: list[int], op: str
     ) -> None:
         """Reduce this rank's part of tensor, which has counts elements for the ranks, into out."""
-        for dst, part in enumerate(torch.split(tensor.clone(), counts)):
+        for dst, part in enumerate(torch.split(tensor.flatten().clone(), counts)):
             if part.numel():
                 self.reduce(part if dst == self.rank else None, part, dst, op)
             if dst == self.rank:

@@ -34,11 +34,12 @@ def allgather_along(
     if sizes is not None:
         check_sizes(calls, "allgather", sizes, tensor.shape[dim])
     if sizes is None or len(set(sizes)) == 1:
-        return calls.join_rows(allgather(tensor), dim)
+        rows = allgather(tensor.unsqueeze(dim))  # a shape that tells the dim, and is compared
+        return calls.join_rows(rows.squeeze(dim + 1), dim)
     shapes = [(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]) for size in sizes]
     counts = [torch.Size(shape).numel() for shape in shapes]
     flat = tensor.new_empty(sum(counts))
-    calls.allgatherv(flat, tensor, counts)
+    calls.allgatherv(_telling_dim(flat, tensor, dim), tensor, counts)
     if dim == 0:
         return flat.view(sum(sizes), *tensor.shape[1:])
     calls.backend.follow_calls()
@@ -78,8 +79,15 @@ def reduce_scatter_along(
     parts = torch.split(tensor, list(sizes), dim)
     flat = torch.cat([part.flatten() for part in parts]) if dim else tensor.flatten()
     out = torch.empty_like(parts[calls.rank], memory_format=torch.contiguous_format)
-    calls.reduce_scatterv(out, flat, [part.numel() for part in parts], op)
+    whole = _telling_dim(flat, tensor, dim)
+    calls.reduce_scatterv(out, whole, [part.numel() for part in parts], op)
     return out
+
+
+def _telling_dim(flat: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """The parts of all ranks, flat, in a shape that tells the dim: ranks compare it."""
+    lead = tensor.shape[:dim]
+    return flat.view(*lead, flat.numel() // max(lead.numel(), 1))
 
 
 def _check_no_out(calls: CheckedCalls, call: str, out: torch.Tensor | None) -> None:

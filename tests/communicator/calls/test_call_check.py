@@ -56,6 +56,32 @@ def test_mismatched_calls_raise_on_all_ranks_with_each_ranks_call(ranks, nodes, 
     assert ranks(body, 3, nodes) == [3.0] * 3
 
 
+ALONG_A_DIM = {
+    "allgather": lambda comm, dim: comm.allgather(torch.ones(3, 3), dim=dim),
+    "allgather of sizes": lambda comm, dim: comm.allgather(
+        torch.ones(3, 3).narrow(dim, 0, comm.rank + 1).contiguous(), dim=dim, sizes=[1, 2, 3]
+    ),
+    "reduce_scatter": lambda comm, dim: comm.reduce_scatter(torch.ones(3, 3), dim=dim),
+    "reduce_scatter of sizes": lambda comm, dim: comm.reduce_scatter(
+        torch.ones(3, 3), dim=dim, sizes=[0, 1, 2]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALONG_A_DIM)
+@pytest.mark.parametrize("backend", ["shm", "tcp", "gloo", "hybrid"])
+def test_a_dim_unlike_that_of_another_rank_raises_on_all_ranks(ranks, backend, name):
+    """Each rank joined what came along its own dim, and none heard of it."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Communicator(coor, backend) as comm:
+            with pytest.raises(CommunicatorError, match="disagree|mismatch"):
+                ALONG_A_DIM[name](comm, int(comm.rank == 1))
+            return ALONG_A_DIM[name](comm, 1) is not None
+
+    assert ranks(body, 3, [2, 1] if backend == "hybrid" else None) == [True] * 3
+
+
 class LooksNoFurther(Gloo):
     compare_call = Backend.compare_call
 
