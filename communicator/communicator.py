@@ -23,7 +23,7 @@ import torch
 import launcher
 from communicator.backend import Backend, Capabilities
 from communicator.calls import tensor_dict
-from communicator.calls.arguments import check_peer
+from communicator.calls.arguments import check_peer, check_settings
 from communicator.calls.checked_calls import CheckedCalls
 from communicator.calls.dtypes import Op
 from communicator.calls.joined_calls import allgather_along, reduce_scatter_along
@@ -81,10 +81,9 @@ class Communicator(InterceptedCalls, metaclass=BaseOfFormerBackends):
         checked_calls: int | None = None,
         **options: Any,
     ) -> None:
+        check = functools.partial(check_settings, coor, timeout_s, checked_calls)
+        chosen = choose(coor, backend, device_type, device, options, check)
         own = as_device(device)
-        kind = own.type if own is not None and device_type is None else device_type
-        has_gpu = own is not None and own.index is not None
-        chosen = choose(coor, backend, kind, has_gpu)
         self._open(chosen, coor, backend, own, timeout_s, checked_calls, **options)
 
     @classmethod

@@ -26,7 +26,13 @@ def own_ordinal(local_rank: int) -> int:
 
 
 def as_device(device: torch.device | str | int | None) -> torch.device | None:
-    """The device that an argument names; a number is that of a GPU."""
+    """The device that an argument names; a number is that of a GPU. Raises ValueError for none."""
     if isinstance(device, int):
         return torch.device("cuda", device)
-    return None if device is None else torch.device(device)
+    try:
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"Communicator(device={device!r}): no device has this name. Pass 'cpu', 'cuda', "
+            "'cuda:1', or the number of a GPU."
+        ) from error

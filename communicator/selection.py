@@ -7,20 +7,20 @@ Backends are found by name, here or among the entry points of the group `communi
 from __future__ import annotations
 
 import contextlib
-import logging
+import inspect
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, TypeVar
+from typing import Any
+
+import torch
 
 from communicator.backend import Backend
-from communicator.errors import Unsupported
-from communicator.own_gpu import own_ordinal
+from communicator.errors import WORK_ERRORS, Unsupported
+from communicator.own_gpu import as_device, own_ordinal
 from coordinator import Coordinator
-
-log = logging.getLogger("communicator")
 
 BUILTIN = {
     "shm": "communicator.backends.shm:Shm",
@@ -64,11 +64,17 @@ def backend_class(name: str) -> type[Backend]:
 
 
 def choose(
-    coor: Coordinator, backend: Any, device_type: str | None = None, has_gpu: bool = False
+    coor: Coordinator,
+    backend: Any,
+    device_type: str | None,
+    device: torch.device | str | int | None,
+    options: Mapping[str, Any],
+    check: Callable[[], None],
 ) -> type[Backend]:
     """The class to use, the same on every rank. Collective over coor.
 
-    device_type: whose memory it must move, if that matters. has_gpu: the caller names its GPU.
+    device_type, device: whose memory it must move, if that matters. check: raises a mistake in what
+    else this rank was given. The other ranks hear of that, and of a wrong device or option.
     Raises Unsupported on every rank if the requested backend cannot be used on one of them.
     """
     if not isinstance(coor, Coordinator):
@@ -77,44 +83,64 @@ def choose(
             "a torch ProcessGroup, or a Store."
         )
     candidates = backend_names() if backend is None else [backend]
-    chosen, ballots = _vote(coor, candidates, [device_type], backend is not None, has_gpu)
-    if chosen[device_type] is None:
-        raise _no_backend(coor, ballots[device_type])
-    return _resolve(next(item for item in candidates if _label(item) == chosen[device_type]))
+
+    def score_all() -> list[Ballot]:
+        check()
+        own, is_requested = as_device(device), backend is not None
+        kind = own.type if own is not None and device_type is None else device_type
+        has_gpu = own is not None and own.index is not None
+        ballot = {
+            _label(item): _score(coor, item, kind, is_requested, has_gpu) for item in candidates
+        }
+        if is_requested and isinstance(ballot[_label(backend)], int):
+            _check_options(coor, _resolve(backend), options)
+        return [ballot]
+
+    (ballots,) = _vote(coor, score_all)
+    chosen = _best(ballots)
+    if chosen is None:
+        raise _no_backend(coor, ballots)
+    return _resolve(next(item for item in candidates if _label(item) == chosen))
 
 
 def choose_for_devices(
     coor: Coordinator, device_types: Sequence[str]
 ) -> dict[str, type[Backend] | None]:
     """The best class for each kind of device, or None, in one exchange. Collective over coor."""
-    chosen, _ = _vote(coor, backend_names(), device_types, is_requested=False)
-    return {kind: None if name is None else _resolve(name) for kind, name in chosen.items()}
+
+    def score_all() -> list[Ballot]:
+        names = backend_names()
+        return [{name: _score(coor, name, kind, False) for name in names} for kind in device_types]
+
+    chosen = map(_best, _vote(coor, score_all))
+    return {
+        kind: None if name is None else _resolve(name)
+        for kind, name in zip(device_types, chosen, strict=True)
+    }
 
 
 Ballot = dict[str, int | str]
-DeviceType = TypeVar("DeviceType", str, str | None)
+"""A rank's scores by the labels of candidates, or why it cannot use one."""
 
 
-def _vote(
-    coor: Coordinator,
-    candidates: list[Any],
-    device_types: Sequence[DeviceType],
-    is_requested: bool,
-    has_gpu: bool = False,
-) -> tuple[dict[DeviceType, str | None], dict[DeviceType, list[Ballot]]]:
-    """The label of the best that every rank can use, by device type, and every rank's scores."""
-    own: list[Ballot] = [
-        {_label(item): _score(coor, item, kind, is_requested, has_gpu) for item in candidates}
-        for kind in device_types
-    ]
-    votes = zip(*coor.allgather_object(own), strict=True)
-    ballots = dict(zip(device_types, map(list, votes), strict=True))
-    return {kind: _best(ballots[kind], own[0]) for kind in device_types}, ballots
+def _vote(coor: Coordinator, score_all: Callable[[], list[Ballot]]) -> list[list[Ballot]]:
+    """The ballots of all ranks, for each device type that every rank votes on."""
+    votes = coor.run_on_all_ranks(score_all, error_class=WORK_ERRORS)
+    return [list(ballots) for ballots in zip(*votes, strict=True)]
 
 
-def _best(ballots: list[Ballot], names: Iterable[str]) -> str | None:
+def _check_options(coor: Coordinator, backend: type[Backend], options: Mapping[str, Any]) -> None:
+    """Raise TypeError unless open() of this backend takes these options."""
+    try:
+        inspect.signature(backend.open).bind(None, **options)
+    except TypeError as error:
+        raise TypeError(f"{coor.rank_name()}: {_label(backend)}.open() {error}") from None
+
+
+def _best(ballots: list[Ballot]) -> str | None:
+    """The label of the best candidate that every rank can use."""
     usable = {}
-    for name in names:
+    for name in ballots[0]:
         scores = [score for ballot in ballots if isinstance(score := ballot.get(name), int)]
         if len(scores) == len(ballots):
             usable[name] = min(scores)
@@ -153,7 +179,11 @@ def _exclusion_reason(backend: type[Backend], device_type: str | None, is_reques
 
 
 def _score(
-    coor: Coordinator, candidate: Any, device_type: str | None, is_requested: bool, has_gpu: bool
+    coor: Coordinator,
+    candidate: Any,
+    device_type: str | None,
+    is_requested: bool,
+    has_gpu: bool = False,
 ) -> int | str:
     """This rank's score for a backend, or the reason why it cannot use it."""
     try:

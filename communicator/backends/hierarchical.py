@@ -77,12 +77,16 @@ class Hierarchical(ComparedByMessages):
 
     def open(self, between: str = "tcp") -> None:
         self._resources = ExitStack()
+
+        def check_network() -> None:
+            if not issubclass(backend_class(between), (TaggedP2PBackend, Tcp)):
+                raise ValueError(
+                    f"{self._me}: between={between!r} does not reach other nodes by itself. Take "
+                    "'tcp', 'gloo' or 'mpi'."
+                )
+
+        self.coor.run_on_all_ranks(check_network, error_class=WORK_ERRORS)
         network = backend_class(between)
-        if not issubclass(network, (TaggedP2PBackend, Tcp)):
-            raise ValueError(
-                f"{self._me}: between={between!r} does not reach other nodes by itself. Take "
-                "'tcp', 'gloo' or 'mpi'."
-            )
         self._nodes = tuple(tuple(sorted(node)) for node in self.coor.nodes)
         self._node_of = {rank: k for k, node in enumerate(self._nodes) for rank in node}
         self._node = self._node_of[self.rank]

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from communicator.calls.dtypes import dtype_info, op_name
-from coordinator import torch_private
+from coordinator import Coordinator, torch_private
 
 
 class Ranks(Protocol):
@@ -144,6 +144,17 @@ def check_apart(me: str, call: str, tensor: torch.Tensor, out: torch.Tensor, ran
         f"{me}, {call}: out shares memory with the tensor, so one would overwrite the other "
         "while it is read. Pass an out of its own."
     )
+
+
+def check_settings(coor: Coordinator, timeout_s: float | None, checked_calls: int | None) -> None:
+    """Raise ValueError for a deadline, or a number of compared calls, that cannot be one."""
+    if timeout_s is not None:
+        coor.checked_timeout(timeout_s)
+    if checked_calls is not None and (type(checked_calls) is not int or checked_calls < 0):
+        raise ValueError(
+            f"{coor.rank_name()}: checked_calls={checked_calls!r} must be a number of calls: 0, to "
+            "compare none, or more."
+        )
 
 
 def read_op(me: str, call: str, op: object) -> str:

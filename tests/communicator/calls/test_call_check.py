@@ -75,7 +75,7 @@ def test_a_dim_unlike_that_of_another_rank_raises_on_all_ranks(ranks, backend, n
 
     def body(info):
         with Coordinator(info, timeout_s=20) as coor, Communicator(coor, backend) as comm:
-            with pytest.raises(CommunicatorError, match="disagree|mismatch"):
+            with pytest.raises(CommunicatorError, match=r"disagree|mismatch"):
                 ALONG_A_DIM[name](comm, int(comm.rank == 1))
             return ALONG_A_DIM[name](comm, 1) is not None
 
