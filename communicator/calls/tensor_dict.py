@@ -12,7 +12,7 @@ import torch
 
 from communicator.backend import Backend
 from communicator.calls.dtypes import DTYPES, dtype_name
-from coordinator import object_codec
+from coordinator import CoordinatorError, object_codec
 
 Move = Callable[[torch.Tensor], object]
 """Sends a tensor, or fills it: send, recv or broadcast with the peer filled in."""
@@ -30,12 +30,14 @@ def write(backend: Backend, call: str, values: dict[str, Any], move: Move) -> No
                 f"{backend.rank_name()}, {call}: needs a dict of tensors, not "
                 f"{type(values).__name__}"
             )
-        tensors = [item.contiguous() for item in values.values() if isinstance(item, torch.Tensor)]
+        tensors = [_in_order(item) for item in values.values() if isinstance(item, torch.Tensor)]
         for tensor in tensors:
             backend.check_tensor(call, tensor)
         data = object_codec.packed({name: _described(v) for name, v in values.items()}, rank)
-        if not object_codec.why_unsendable(data):
-            object_codec.unpacked(data, rank)  # raises what would be raised by the receiver alone
+        if why := object_codec.why_unsendable(data):
+            advice = "Beside tensors only None, bool, int, float, str, bytes, lists go"
+            raise ValueError(f"{why}. {advice}")
+        object_codec.unpacked(data, rank)  # raises what would be raised by the receiver alone
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         problem, data = error, object_codec.UNSENDABLE + str(error).rstrip(".").encode()
     try:
@@ -45,8 +47,6 @@ def write(backend: Backend, call: str, values: dict[str, Any], move: Move) -> No
         raise problem or error from None  # what is wrong here comes first
     if problem is not None:
         raise problem
-    if why := object_codec.why_unsendable(data):
-        raise ValueError(f"{why}. Beside tensors only None, bool, int, float, str, bytes, lists go")
     for part in _memory(tensors):
         move(part)
 
@@ -59,12 +59,20 @@ def read(backend: Backend, move: Move) -> dict[str, Any]:
     data = torch.empty(int(length), dtype=torch.uint8, device=backend.device)
     move(data)
     backend.follow_calls()
-    rows = object_codec.unpacked(data.cpu().numpy().tobytes(), backend.coor.info.rank)
+    described = data.cpu().numpy().tobytes()
+    if why := object_codec.why_unsendable(described):  # with its advice
+        raise CoordinatorError(f"{backend.rank_name()}: {why}.")
+    rows = object_codec.unpacked(described, backend.coor.info.rank)
     values = {name: _undescribed(backend, *row) for name, row in rows.items()}
     tensors = [values[name] for name, (kind, _) in rows.items() if kind == TENSOR]
     for part in _memory(tensors):
         move(part)
     return values
+
+
+def _in_order(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor contiguous in memory; as it is if it has no such order, to be refused in words."""
+    return tensor.contiguous() if tensor.layout == torch.strided else tensor
 
 
 def _described(value: Any) -> list[Any]:
