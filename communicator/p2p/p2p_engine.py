@@ -8,11 +8,10 @@ They travel through streams of their own, so no collective delays them. A small 
 once, and buffered where nobody has posted a receive for it. So are the first large ones, until the
 receiver confirms that it has received them; further ones are offered, and sent once a receive has
 matched them. At most about 16 MiB from a peer are buffered: then nothing more is read from it, in
-any group, until some are received, a thread waits for it, or it is gone. Whoever waits moves the
-messages of all. While nobody waits a thread does, which sleeps until a stream changes, and which is
-started by the first message that has to wait. All groups of a process send through the engine of
-its default group: a message carries the number of its group, and a rank that leaves a group says so
-to the others.
+any group, until some are received, it is waited for or polled, or it is gone. Who waits moves the
+messages of all. While nobody waits a thread does, asleep until a stream changes; the first message
+that has to wait starts it. All groups of a process send through the engine of its default group: a
+message carries the number of its group, and a rank that leaves it says so to the others.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 
 import torch
 
@@ -62,7 +61,7 @@ class P2PEngine:
         peers = [rank for rank in range(coor.world_size) if rank != coor.rank]
         self._lock = threading.Lock()  # of all that follows
         self._groups, self._closed_groups = {0: self.all_ranks}, set[int]()
-        self._early_leaves: set[tuple[int, int]] = set()  # of groups that are not made here yet
+        self._early_leaves = defaultdict[int, set[int]](set)  # by group that is not made here yet
         self._pending: dict[P2PWork, None] = {}
         self._posted: list[P2PWork] = []  # receives, of which no message has come
         self._arrivals: list[Arrival] = []
@@ -88,9 +87,7 @@ class P2PEngine:
         group = P2PGroup(self, members, ranks, members.number)
         with self._lock:
             self._groups[group.number] = group
-            early = {leave for leave in self._early_leaves if leave[0] == group.number}
-            self._early_leaves -= early
-            group.gone.update(peer for _, peer in early)
+            group.gone |= self._early_leaves.pop(group.number, set())
         return group
 
     def start_work(self, work: P2PWork) -> P2PWork:
@@ -106,18 +103,17 @@ class P2PEngine:
                 self._end(work, self._lost_error(work.group, peer, work))
             else:
                 self._start_send(work)
-            if self._driver is None:
-                self._let_service_watch()
+            self._let_service_watch()
         self._finish_ended()
         return work
 
     def wait_for(self, work: P2PWork, timeout_s: float) -> None:
         """Return when the work has ended. timeout_s 0: that of the group, which ends it."""
         deadline = time.monotonic() + (timeout_s or work.group.timeout_s)
-        while not work.is_completed() and time.monotonic() < deadline:
+        while not work.has_ended() and time.monotonic() < deadline:
             if not self._drive(work, deadline):
                 work.wait_ended(timings.TIMINGS.liveness_poll_s)
-        if work.is_completed():
+        if work.has_ended():
             return
         error = CommunicatorTimeout(
             f"{work.group.rank_name()} timed out after {timeout_s or work.group.timeout_s:g} s in "
@@ -129,6 +125,14 @@ class P2PEngine:
         with self._lock:
             self._end(work, error)
         self._finish_ended()
+
+    def read_on(self, peer: int) -> None:
+        """Read one more message from a peer of which no more is read, as too many are buffered."""
+        if self._buffered.get(peer, 0) >= MAX_BUFFERED_BYTES and peer not in self._lost:
+            with self._lock:
+                self._set_interest(peer, READABLE, True)  # until it is buffered
+                self._let_service_watch()
+            self._finish_ended()
 
     def close_group(self, group: P2PGroup) -> None:
         if group is self.all_ranks:
@@ -149,10 +153,8 @@ class P2PEngine:
                     self._set_buffered(arrival.src, -arrival.nbytes)
             for peer in group.ranks:
                 if peer != self.rank and not self._is_gone(group, peer):
-                    self._outgoing[peer].append(message(LEAVE, group.number))
-                    self._write(peer)
-            if self._driver is None:
-                self._let_service_watch()
+                    self._send(peer, message(LEAVE, group.number))
+            self._let_service_watch()
         self._finish_ended()
 
     def _end_works_of(self, group: P2PGroup) -> None:
@@ -189,7 +191,7 @@ class P2PEngine:
             self._driver = this_thread
             self._streams.stream_notify(DISARM)
         try:
-            while not work.is_completed() and (left_s := deadline - time.monotonic()) > 0:
+            while not work.has_ended() and (left_s := deadline - time.monotonic()) > 0:
                 peer = self._streams.stream_wait(self._interest, _poll_ms(left_s))
                 with self._lock:
                     if peer >= 0:
@@ -201,15 +203,15 @@ class P2PEngine:
         finally:
             with self._lock:
                 self._driver = before
-                if before is None:
-                    self._let_service_watch()
+                self._let_service_watch()
             self._finish_ended()
         return True
 
     def _let_service_watch(self) -> None:
-        """Move what can be moved now, and let the service thread move the rest."""
-        self._move_all()
-        if not self._has_work() or self._is_closed:
+        """Move what can be moved, and let the service thread move the rest. Unless another does."""
+        if self._driver is None:
+            self._move_all()
+        if self._driver is not None or self._is_closed or not self._has_work():
             return
         self._streams.stream_notify(ARM)
         self._move_all()  # what came before that rang no bell
@@ -273,16 +275,14 @@ class P2PEngine:
         unconfirmed = self._unconfirmed[work.peer] + work.nbytes * is_large
         if not is_large or unconfirmed <= MAX_UNCONFIRMED_BYTES:
             self._unconfirmed[work.peer] = unconfirmed
-            self._send(work.peer, MESSAGE, work, 0, work)
+            self._send(work.peer, message(MESSAGE, work.group.number, work, has_payload=True))
         else:
             self._num_offers += 1
             self._offered[self._num_offers] = work
-            self._send(work.peer, OFFER, work, self._num_offers)
+            self._send(work.peer, message(OFFER, work.group.number, work, self._num_offers))
 
-    def _send(
-        self, peer: int, kind: int, work: P2PWork, number: int, payload: P2PWork | None = None
-    ) -> None:
-        self._outgoing[peer].append(message(kind, work.group.number, work, number, payload))
+    def _send(self, peer: int, packet: Packet) -> None:
+        self._outgoing[peer].append(packet)
         self._write(peer)
 
     def _write(self, peer: int) -> None:
@@ -344,7 +344,8 @@ class P2PEngine:
             self._end(work, error)
         else:
             self._accepted[offer.src, offer.number] = work
-        self._send(offer.src, ACCEPT if error is None else REFUSE, work, offer.number)
+        kind = ACCEPT if error is None else REFUSE
+        self._send(offer.src, message(kind, offer.group, number=offer.number))
 
     def _confirm(self, src: int, nbytes: int) -> None:
         """Count a message that was received, and let its sender know from time to time."""
@@ -352,9 +353,8 @@ class P2PEngine:
             return
         self._received[src] += nbytes
         if self._received[src] >= MAX_UNCONFIRMED_BYTES // 2:
-            self._outgoing[src].append(message(CONFIRM, 0, number=self._received[src]))
+            self._send(src, message(CONFIRM, 0, number=self._received[src]))
             self._received[src] = 0
-            self._write(src)
 
     def _read(self, peer: int) -> None:
         incoming = self._incoming[peer]
@@ -385,7 +385,7 @@ class P2PEngine:
         src, number = arrival.src, arrival.number
         if kind == ACCEPT:
             work = self._offered.pop(number)
-            self._send(src, DATA, work, number, work)
+            self._send(src, message(DATA, arrival.group, work, number, has_payload=True))
         elif kind == REFUSE:
             self._end(self._offered.pop(number))
         elif kind == DATA:
@@ -461,8 +461,7 @@ class P2PEngine:
 
     def check_group(self, group: P2PGroup) -> None:
         with self._lock:
-            if self._driver is None:
-                self._move_all()
+            self._let_service_watch()
         self._finish_ended()
         for peer in group.ranks:
             if peer != self.rank and self._is_gone(group, peer):
@@ -476,7 +475,7 @@ class P2PEngine:
                 if work.awaits(peer):
                     self._end(work, self._lost_error(work.group, peer, work))
         elif number not in self._closed_groups:
-            self._early_leaves.add((number, peer))
+            self._early_leaves[number].add(peer)
         for offer, work in list(self._offered.items()):
             if (work.group.number, work.peer) == (number, peer):
                 del self._offered[offer]  # ended above, or when the group was closed here

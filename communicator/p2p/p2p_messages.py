@@ -47,6 +47,7 @@ class MessageMover(Protocol):
     def open_group(self, members: GroupRanks, ranks: list[int]) -> P2PGroup: ...
     def start_work(self, work: P2PWork) -> P2PWork: ...
     def wait_for(self, work: P2PWork, timeout_s: float) -> None: ...
+    def read_on(self, peer: int) -> None: ...
     def close_group(self, group: P2PGroup) -> None: ...
     def check_group(self, group: P2PGroup) -> None: ...
     def has_died(self, peer: int) -> bool: ...
@@ -153,7 +154,7 @@ class P2PWork(AsyncWork):
         return bool(self._waiting) and self.peer in (peer, ANY_SOURCE)
 
     def finish(self, error: Exception | None) -> None:
-        if self.is_completed():
+        if self.has_ended():
             return  # its deadline was first
         if error is None and self.kind == "recv":
             with torch.inference_mode():  # so that it may write to any tensor
@@ -162,7 +163,7 @@ class P2PWork(AsyncWork):
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """True once the tensor was sent or has come. timeout 0: that of the group, from now on."""
-        if not self.is_completed():
+        if not self.has_ended():
             self._waiting.add(threading.get_ident())
             try:
                 self._engine.wait_for(self, timeout.total_seconds())
@@ -170,6 +171,16 @@ class P2PWork(AsyncWork):
                 self._waiting.discard(threading.get_ident())
         self._result_or_raise()
         return True
+
+    def is_completed(self) -> bool:
+        """True once wait() would return or raise at once. Who asks again and again gets there."""
+        if not self.has_ended():
+            for peer in self.group.ranks if self.peer == ANY_SOURCE else [self.peer]:
+                self._engine.read_on(peer)
+        return self.has_ended()
+
+    def has_ended(self) -> bool:
+        return self._ended.is_set()
 
     def wait_ended(self, timeout_s: float) -> None:
         """Wait while another thread moves the messages."""
@@ -255,11 +266,10 @@ def message(
     group: int,
     work: P2PWork | None = None,
     number: int = 0,
-    payload: P2PWork | None = None,
+    has_payload: bool = False,
 ) -> Packet:
-    """A message of this kind, of a work if it is one of a work's. payload: whose bytes follow."""
-    facts = (0, b"", 0) if work is None else (work.tag, work.dtype, work.nbytes)
-    packet = Packet(HEADER.pack(kind, *facts, number, group))
-    if payload is not None:
-        packet.address, packet.nbytes, packet.work = payload.address, payload.nbytes, payload
-    return packet
+    """A message of this kind, of a work if it is one of a work's. has_payload: its bytes follow."""
+    if work is None:
+        return Packet(HEADER.pack(kind, 0, b"", 0, number, group))
+    header = HEADER.pack(kind, work.tag, work.dtype, work.nbytes, number, group)
+    return Packet(header, work.address, work.nbytes, work) if has_payload else Packet(header)
