@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from communicator.calls.arguments import check_dim
 from communicator.communicator import Communicator
 from communicator.errors import CommunicatorError
 from coordinator import torch_private
@@ -134,14 +135,14 @@ def _fake_same(tensor: torch.Tensor, group: str, *_: Any) -> torch.Tensor:
 
 
 def _fake_allgather(tensor: torch.Tensor, group: str, dim: int) -> torch.Tensor:
-    shape = list(tensor.shape)
-    shape[dim] = shape[dim] * _groups.find(group).world_size
+    comm, shape = _groups.find(group), list(tensor.shape)
+    shape[check_dim(comm.rank_name(), "allgather", tensor, dim)] *= comm.world_size
     return tensor.new_empty(shape)
 
 
 def _fake_reduce_scatter(tensor: torch.Tensor, group: str, op: str, dim: int) -> torch.Tensor:
-    shape = list(tensor.shape)
-    shape[dim] = shape[dim] // _groups.find(group).world_size
+    comm, shape = _groups.find(group), list(tensor.shape)
+    shape[check_dim(comm.rank_name(), "reduce_scatter", tensor, dim)] //= comm.world_size
     return tensor.new_empty(shape)
 
 

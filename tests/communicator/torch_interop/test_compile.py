@@ -1,10 +1,12 @@
 """Collectives inside compiled functions."""
 
+import contextlib
 import gc
 
 import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 from communicator import Communicator, CommunicatorError, compile
@@ -154,3 +156,21 @@ def test_a_communicator_has_one_name_and_is_forgotten_with_it():
         gc.collect()
         with pytest.raises(CommunicatorError, match="was deleted"):
             compile.allreduce(torch.ones(1), group)
+
+
+@pytest.mark.parametrize("shape, dim", [((2, 3), 2), ((2, 3), -3), ((), 0)])
+def test_a_wrong_dim_is_refused_by_the_compiler_as_by_the_call(ranks, shape, dim):
+    """It was an IndexError about some list."""
+
+    def body(info):
+        with Coordinator(info) as coor, Communicator(coor) as comm:
+            group, texts = compile.name(comm), []
+            for mode in (FakeTensorMode(), contextlib.nullcontext()):
+                for call in (compile.allgather, compile.reduce_scatter):
+                    with mode, pytest.raises(ValueError, match=r"rank .* is none of") as raised:
+                        call(torch.ones(shape), group, dim=dim)
+                    texts.append(str(raised.value))
+            return texts
+
+    for texts in ranks(body, 2):
+        assert texts[:2] == texts[2:]
