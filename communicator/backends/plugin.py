@@ -7,7 +7,6 @@ comm.allreduce(torch.ones(4))
 from __future__ import annotations
 
 import ctypes
-import math
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ import torch
 import communicator._native as _native
 from communicator.backend import COMPOSED, Backend
 from communicator.backends.byte_streams import ByteStreams
+from communicator.calls.arguments import asked_on_meta
 from communicator.calls.call_check import describe_call
 from communicator.calls.checked_calls import CheckedCalls
 from communicator.calls.default_collectives import P2PCall
@@ -254,24 +254,23 @@ class PluginBackend(Backend):
         Not collective, but of use only if every rank has one. Let go of it before the communicator
         is closed, or its memory is given back only when the process ends.
         """
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        if self.world_size == 1 or math.prod(sizes) == 0:
-            return torch.empty(sizes, dtype=dtype, device=self.device)
-        return self._empty_shared(sizes, dtype)
+        like = asked_on_meta(self._me, shape, dtype)
+        if self.world_size == 1 or like.numel() == 0:
+            return torch.empty_like(like, device=self.device)
+        return self._empty_shared(like)
 
-    def _empty_shared(self, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _empty_shared(self, like: torch.Tensor) -> torch.Tensor:
         if self.device_type != "cpu":
             raise Unsupported(
                 f"{self._me}: empty over {self._plugin.name}: its mem_alloc gives memory of "
                 f"{self.device}, of which no tensor is made here. Use torch.empty(..., "
                 "device=comm.device), which every collective takes."
             )
-        nbytes = math.prod(sizes) * dtype.itemsize
         _free(self._comm, self._dropped)
-        address = self._comm.mem_alloc(nbytes)
-        memory = (ctypes.c_byte * nbytes).from_address(address)
+        address = self._comm.mem_alloc(like.nbytes)
+        memory = (ctypes.c_byte * like.nbytes).from_address(address)
         weakref.finalize(memory, _free, self._comm, self._dropped, address).atexit = False
-        return torch.frombuffer(memory, dtype=dtype).view(sizes)
+        return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 
     def allreduce(self, out: torch.Tensor, tensor: torch.Tensor, op: Op) -> None:
         self._comm.allreduce(tensor, op, None if out is tensor else out)
@@ -346,8 +345,8 @@ def _free(comm: _native.Comm, dropped: list[int], *addresses: int) -> None:
                 return dropped.append(address)
 
 
-def _empty_private(self: PluginBackend, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(sizes, dtype=dtype, device=self.device)
+def _empty_private(self: PluginBackend, like: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(like, device=self.device)
 
 
 # By optional entry of the library: the method that calls it, and what stands in for it.

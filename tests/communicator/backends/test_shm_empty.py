@@ -64,6 +64,29 @@ def test_a_tensor_in_shared_memory_has_the_asked_shape_and_dtype(with_shm):
         assert found == ((2, 3), torch.bfloat16, [(0,), (), (3,)])
 
 
+WRONG = {
+    "a size below 0": (-1,),
+    "sizes below 0": ((-1, -2),),
+    "a size that is no number": (("a", 2),),
+    "a shape that is no number": (2.5,),
+    "more than an address can tell": (1 << 62,),
+    "a name of a dtype": (4, "float32"),
+    "a dtype that needs a scale": (4, torch.quint8),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_no_tensor_can_be_is_refused_in_words(with_shm, name):
+    """Python's and torch's own errors came through, and a quantized dtype ended the process."""
+
+    def body(comm):
+        with pytest.raises(ValueError, match=r"rank \d, empty: .* Pass sizes"):
+            comm.empty(*WRONG[name])
+        return comm.allreduce(torch.ones(1)).item()
+
+    assert with_shm(body, 2) == [2.0, 2.0]
+
+
 def test_more_memory_than_there_is_is_refused_before_any_is_taken(with_shm):
     """The kernel would promise it, and end processes when it has to keep its word."""
 
