@@ -51,6 +51,8 @@ class Gloo(TaggedP2PBackend):
             self._gloo = torch_private.gloo_group(
                 store, self.rank, self.world_size, self.coor.address, self._timeout
             )
+        # A rank that closes while two others still connect to each other ends that for both.
+        self.coor.barrier(timeout_s=self.timeout_s)
 
     @property
     def _timeout(self) -> timedelta:

@@ -13,7 +13,7 @@ from communicator import (
     Unsupported,
     conformance,
 )
-from coordinator import Coordinator
+from coordinator import Coordinator, torch_private
 from launcher import LaunchInfo
 from tests.cases import soak
 
@@ -218,7 +218,7 @@ def test_a_message_that_was_not_expected_is_named_and_dropped(ranks, sent, expec
 FORKED = """
 import gc, os, signal, torch
 from communicator import Communicator
-from coordinator import Coordinator
+from coordinator import Coordinator, torch_private
 from tests.conftest import run_threads
 
 def body(info):
@@ -244,3 +244,21 @@ def test_a_forked_child_leaves_the_communicators_of_its_parent_alone(warm):
     """gloo's threads are not there: to wait for them hangs, or ends the child (SIGABRT)."""
     done = warm.run("-c", FORKED)
     assert done.stdout == "7\n", done.stderr
+
+
+def test_no_rank_leaves_the_opening_before_all_have_connected(ranks, monkeypatch):
+    """One that closed at once ended two that still connected: "Connection closed by peer"."""
+    connect, connected = torch_private.gloo_group, []
+
+    def connect_slowly(store, rank, *rest):
+        group = connect(store, rank, *rest)
+        time.sleep(0.2 * rank)
+        connected.append(rank)
+        return group
+
+    def body(info):
+        with Coordinator(info, timeout_s=20) as coor, Communicator(coor, "gloo"):
+            return sorted(connected)
+
+    monkeypatch.setattr(torch_private, "gloo_group", connect_slowly)
+    assert ranks(body, 3) == [[0, 1, 2]] * 3
