@@ -30,8 +30,8 @@ def check_tensor(me: str, call: str, tensor: torch.Tensor, device_type: str) -> 
         raise TypeError(f"{where}: needs a torch.Tensor, not {type(tensor).__name__}")
     if torch_private.is_fake(tensor):
         raise TypeError(
-            f"{where}: a FakeTensor has no data to move. Inside a function for torch.compile call "
-            "communicator.compile.allreduce, or call from outside of it."
+            f"{where}: a FakeTensor is a wrapper here, without data to move. Inside a function for "
+            "torch.compile call communicator.compile.allreduce, or call from outside of it."
         )
     if _is_wrapper(tensor):
         raise TypeError(
@@ -172,25 +172,20 @@ def asked_on_meta(me: str, shape: int | Sequence[int], dtype: torch.dtype) -> to
     return asked
 
 
-def read_op(me: str, call: str, op: object) -> str:
-    """The name of an op. Raises ValueError, as op_name, with the rank and the call."""
-    try:
-        return op_name(op)
-    except ValueError as error:
-        raise ValueError(f"{me}, {call}: {error}") from None
-
-
 def check_op(me: str, call: str, op: object, tensor: torch.Tensor) -> str:
     """The name of the op. Raises ValueError unless the reduction is defined for tensor's dtype."""
-    name, dtype = read_op(me, call, op), tensor.dtype
-    if not dtype_info(dtype).is_reduced and not tensor.is_cuda:
+    try:
+        name, dtype = op_name(op), tensor.dtype
+    except ValueError as error:
+        raise ValueError(f"{me}, {call}: {error}") from None
+    if not dtype_info(dtype).is_reduced and (dtype.is_floating_point or not tensor.is_cuda):
         raise ValueError(
             f"{me}, {call}: {dtype} can be moved but not reduced. Convert it first, to "
             "torch.float32 or torch.int64, say."
         )
     if dtype.is_complex and name != "sum":
         raise ValueError(
-            f"{me}, {call}: op={name!r} of {dtype} is not defined. Use op='sum', or reduce "
+            f"{me}, {call}: op={name!r} of complex numbers is not defined. Use op='sum', or reduce "
             "torch.view_as_real(tensor)."
         )
     if name == "avg" and not dtype.is_floating_point:
@@ -199,7 +194,7 @@ def check_op(me: str, call: str, op: object, tensor: torch.Tensor) -> str:
         )
     if dtype == torch.bool and name in ("sum", "avg"):
         raise ValueError(
-            f"{me}, {call}: op={name!r} of {dtype} is not defined. Use 'max' for any, 'min' "
+            f"{me}, {call}: op={name!r} of bool is not defined. Use 'max' for any, 'min' "
             "for all, or convert to an integer first."
         )
     return name

@@ -12,7 +12,8 @@ PyObject* comm_allreduce(FASTCALL_ARGUMENTS) {
     TensorView from, to;
     comm_op op;
     comm_stream stream;
-    if (read_tensor(site, values[0], &from) < 0 || read_op(site, values[1], from.dtype, &op) < 0)
+    if (read_tensor(site, values[0], &from) < 0 ||
+        read_op(site, values[1], values[0], from.dtype, &op) < 0)
         return nullptr;
     to = from;
     if (values[2] != nullptr &&
@@ -61,7 +62,8 @@ PyObject* comm_reduce(FASTCALL_ARGUMENTS) {
     comm_op op;
     comm_stream stream;
     if (read_tensor(site, values[0], &view) < 0 || read_peer(site, values[1], "dst", &dst) < 0 ||
-        read_op(site, values[2], view.dtype, &op) < 0 || current_stream(site, &stream) < 0)
+        read_op(site, values[2], values[0], view.dtype, &op) < 0 ||
+        current_stream(site, &stream) < 0)
         return nullptr;
     void* to = dst == site.rank ? view.data : nullptr;
     if (!call_with_tensor(self, site, view, [&](comm_t comm) {
@@ -103,9 +105,10 @@ PyObject* comm_reduce_scatter(FASTCALL_ARGUMENTS) {
     TensorView from, to;
     comm_op op;
     comm_stream stream;
-    if (read_tensor(site, values[0], &from) < 0 || read_op(site, values[1], from.dtype, &op) < 0 ||
-        check_rows(site, from) < 0 || read_tensor(site, values[2], &to) < 0 ||
-        check_shape(site, to, from, 0, 1) < 0 || current_stream(site, &stream) < 0)
+    if (read_tensor(site, values[0], &from) < 0 ||
+        read_op(site, values[1], values[0], from.dtype, &op) < 0 || check_rows(site, from) < 0 ||
+        read_tensor(site, values[2], &to) < 0 || check_shape(site, to, from, 0, 1) < 0 ||
+        current_stream(site, &stream) < 0)
         return nullptr;
     bool in_place = to.data == from.data + site.rank * to.nbytes();
     if (!in_place && check_overlap(site, from, to, false) < 0) return nullptr;
@@ -249,7 +252,8 @@ PyObject* comm_reduce_scatterv(FASTCALL_ARGUMENTS) {
     comm_op op;
     comm_stream stream;
     std::vector<uint64_t> counts;
-    if (read_tensor(site, values[0], &from) < 0 || read_op(site, values[1], from.dtype, &op) < 0 ||
+    if (read_tensor(site, values[0], &from) < 0 ||
+        read_op(site, values[1], values[0], from.dtype, &op) < 0 ||
         read_tensor(site, values[2], &to) < 0 || !read_counts(site, values[3], from, to, &counts) ||
         current_stream(site, &stream) < 0)
         return nullptr;

@@ -183,7 +183,7 @@ PyObject* engine_allreduce(PyObject* object, PyObject* const* args, Py_ssize_t) 
     TensorView from, to;
     comm_op op;
     if (self->is_closed || read_tensor(self->site, args[0], &from) < 0 ||
-        read_op(self->site, args[1], from.dtype, &op) < 0)
+        read_op(self->site, args[1], args[0], from.dtype, &op) < 0)
         return left_to_python();
     to = from;
     if (args[2] != Py_None &&

@@ -101,24 +101,30 @@ const char* name_of_device(const CallSite& site) {
     return site.device_type == COMM_CPU ? "cpu" : "cuda";
 }
 
-int refuse_type(const CallSite& site, PyObject* object) {
-    PyObject* name =
-        PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(object)), "__name__");
-    if (name == NULL) return -1;
-    if (PyType_IsSubtype(Py_TYPE(object), tensor_type))
-        PyErr_Format(
-            PyExc_TypeError,
-            "%s, %s: a %U is a wrapper and has no data of its own to move. Pass the "
-            "tensor inside it; under torch.compile call from outside the compiled function",
-            site.me, site.call, name);
-    else
-        PyErr_Format(PyExc_TypeError, "%s, %s: needs a torch.Tensor, not %U", site.me, site.call,
-                     name);
-    Py_DECREF(name);
+// What is wrong with a tensor is said by Python, which can examine it. What it finds nothing wrong
+// with is on another device, or torch does not export it.
+int refuse_tensor(const CallSite& site, PyObject* object) {
+    PyErr_Clear();
+    PyObject* check = import_attribute("communicator.calls.arguments", "check_tensor", NULL);
+    PyObject* checked = check == NULL ? NULL
+                                      : PyObject_CallFunction(check, "ssOs", site.me, site.call,
+                                                              object, name_of_device(site));
+    Py_XDECREF(check);
+    if (checked == NULL) return -1;
+    Py_DECREF(checked);
+    PyObject* device = PyObject_GetAttrString(object, "device");
+    if (device == NULL) return -1;
+    PyErr_Format(PyExc_ValueError,
+                 "%s, %s: the tensor is on %S, and no plain memory that this communicator could "
+                 "read: it moves tensors on %s:%d. Move it with .to(...), or pass a copy",
+                 site.me, site.call, device, name_of_device(site),
+                 site.device < 0 ? 0 : site.device);
+    Py_DECREF(device);
     return -1;
 }
 
-int check_grad(const CallSite& site, PyObject* object) {
+// Whether autograd would miss what is written into the tensor; -1 with a Python error set.
+int needs_grad(PyObject* object) {
     PyObject* flag = get_requires_grad(requires_grad, object, NULL);
     if (flag == NULL) return -1;
     Py_DECREF(flag);  // True and False live on
@@ -126,12 +132,7 @@ int check_grad(const CallSite& site, PyObject* object) {
     PyObject* enabled = PyObject_CallObject(is_grad_enabled, NULL);
     if (enabled == NULL) return -1;
     Py_DECREF(enabled);
-    if (enabled == Py_False) return 0;
-    PyErr_Format(PyExc_ValueError,
-                 "%s, %s: autograd does not see what a communicator writes. Pass "
-                 "tensor.detach(), or call under torch.no_grad()",
-                 site.me, site.call);
-    return -1;
+    return enabled == Py_True;
 }
 
 bool is_cached(const PlainTensorCache& cache, PyObject* object) {
@@ -154,8 +155,9 @@ void add_to_cache(PlainTensorCache* cache, PyObject* object) {
     Py_XDECREF(old);
 }
 
-// Refuses a lazy view, such as x.conj() or its imaginary part: its memory has other signs.
-int check_signs(const CallSite& site, PyObject* object, bool complex) {
+// Whether it is a lazy view, such as x.conj() or its imaginary part: its memory has other signs. -1
+// with a Python error set.
+int is_lazy(const CallSite& site, PyObject* object, bool complex) {
     if (is_cached(*site.plain_tensors, object)) return 0;
     for (int i = 0; i <= complex; ++i) {
         const LazyView& lazy = lazy_views[i];
@@ -164,35 +166,9 @@ int check_signs(const CallSite& site, PyObject* object, bool complex) {
                              : PyObject_CallFunctionObjArgs(lazy.ask, object, NULL);
         if (flag == NULL) return -1;
         Py_DECREF(flag);
-        if (flag == Py_False) continue;
-        PyErr_Format(PyExc_ValueError,
-                     "%s, %s: the tensor is a view whose numbers are changed only when they are "
-                     "read, so others would get the wrong ones. Pass tensor.%s()",
-                     site.me, site.call, lazy.answer);
-        return -1;
+        if (flag == Py_True) return 1;
     }
     return add_to_cache(site.plain_tensors, object), 0;
-}
-
-// A tensor that torch does not export. torch's own error holds a C++ stack trace; ours is made in
-// Python, which can examine the tensor.
-int refuse_unreadable(const CallSite& site, PyObject* object) {
-    PyErr_Clear();
-    PyObject* check = import_attribute("communicator.calls.arguments", "check_tensor", NULL);
-    PyObject* checked = check == NULL ? NULL
-                                      : PyObject_CallFunction(check, "ssOs", site.me, site.call,
-                                                              object, name_of_device(site));
-    Py_XDECREF(check);
-    if (checked == NULL) return -1;
-    Py_DECREF(checked);
-    PyObject* dtype = PyObject_GetAttrString(object, "dtype");
-    if (dtype == NULL) return -1;
-    PyErr_Format(PyExc_ValueError,
-                 "%s, %s: a tensor of dtype %S is not one plain piece of memory that peers "
-                 "could read. Pass a view of it, such as tensor.view(torch.uint8)",
-                 site.me, site.call, dtype);
-    Py_DECREF(dtype);
-    return -1;
 }
 
 struct DtypeRow {
@@ -239,35 +215,6 @@ bool is_floating(comm_dtype dtype) {
 
 bool is_complex(comm_dtype dtype) { return dtype == COMM_COMPLEX64 || dtype == COMM_COMPLEX128; }
 
-// As is_reduced of communicator/calls/dtypes.py, for dtypes that torch on the CPU does not add.
-bool is_only_moved(const CallSite& site, comm_dtype dtype) {
-    bool is_unsigned = dtype == COMM_UINT16 || dtype == COMM_UINT32 || dtype == COMM_UINT64;
-    return (site.device_type == COMM_CPU && is_unsigned) || dtype >= COMM_FLOAT8_E4M3FNUZ;
-}
-
-int refuse_dtype(const CallSite& site, PyObject* object) {
-    PyObject* dtype = PyObject_GetAttrString(object, "dtype");
-    if (dtype == NULL) return -1;
-    PyErr_Format(PyExc_ValueError,
-                 "%s, %s: %S is not a dtype that communicators know. To reduce, convert the "
-                 "tensor; to move it, pass .view(torch.uint8)",
-                 site.me, site.call, dtype);
-    Py_DECREF(dtype);
-    return -1;
-}
-
-int refuse_device(const CallSite& site, PyObject* object) {
-    PyObject* device = PyObject_GetAttrString(object, "device");
-    if (device == NULL) return -1;
-    PyErr_Format(PyExc_ValueError,
-                 "%s, %s: the tensor is on %S, this communicator moves tensors on %s:%d. Move it "
-                 "with .to(...), or choose another backend",
-                 site.me, site.call, device, name_of_device(site),
-                 site.device < 0 ? 0 : site.device);
-    Py_DECREF(device);
-    return -1;
-}
-
 bool is_contiguous(const DLTensor& tensor) {
     int64_t expected = 1;
     for (int32_t dim = tensor.ndim - 1; dim >= 0; --dim) {
@@ -276,14 +223,6 @@ bool is_contiguous(const DLTensor& tensor) {
         expected *= tensor.shape[dim];
     }
     return true;
-}
-
-int refuse_strides(const CallSite& site) {
-    PyErr_Format(PyExc_ValueError,
-                 "%s, %s: a tensor that is not contiguous in memory would be changed in a copy, "
-                 "and the result lost. Pass tensor.contiguous()",
-                 site.me, site.call);
-    return -1;
 }
 
 bool is_on_device(const CallSite& site, const DLDevice& device) {
@@ -324,21 +263,13 @@ int read_scaled_sum(PyObject* object) {
     return -1;
 }
 
-int refuse_op(const CallSite& site, PyObject* op, const char* why) {
-    PyErr_Format(PyExc_ValueError, "%s, %s: op=%R %s", site.me, site.call, op, why);
-    return -1;
-}
-
-// Another spelling of an op, such as torch.distributed.ReduceOp.SUM; -1 with an error if it is
-// none.
-int translate_op(const CallSite& site, PyObject* object) {
-    PyObject* read = import_attribute("communicator.calls.arguments", "read_op", NULL);
-    PyObject* name =
-        read == NULL ? NULL : PyObject_CallFunction(read, "ssO", site.me, site.call, object);
-    int op = name == NULL ? -1 : find_op(name);
-    Py_XDECREF(name);
-    Py_XDECREF(read);
-    return op;
+// As check_op of communicator/calls/arguments.py has it.
+bool is_defined(const CallSite& site, comm_op op, comm_dtype dtype) {
+    bool is_unsigned = dtype == COMM_UINT16 || dtype == COMM_UINT32 || dtype == COMM_UINT64;
+    if ((site.device_type == COMM_CPU && is_unsigned) || dtype >= COMM_FLOAT8_E4M3FNUZ)
+        return false;
+    if (op == COMM_AVG) return is_floating(dtype);
+    return op == COMM_SUM ? dtype != COMM_BOOL : !is_complex(dtype);
 }
 
 }  // namespace
@@ -355,23 +286,23 @@ int load_torch_types() {
 }
 
 int read_tensor(const CallSite& site, PyObject* object, TensorView* view) {
-    if (Py_TYPE(object) != tensor_type &&
-        (!PyType_IsSubtype(Py_TYPE(object), tensor_type) || is_wrapper(object)))
-        return refuse_type(site, object);
     DLTensor tensor;
-    if (exchange->dltensor_from_py_object_no_sync(object, &tensor) != 0)
-        return refuse_unreadable(site, object);
-    if (!is_on_device(site, tensor.device)) return refuse_device(site, object);
-    if (!find_dtype(tensor.dtype, &view->dtype)) return refuse_dtype(site, object);
-    if (!is_contiguous(tensor)) return refuse_strides(site);
+    if ((Py_TYPE(object) != tensor_type &&
+         (!PyType_IsSubtype(Py_TYPE(object), tensor_type) || is_wrapper(object))) ||
+        exchange->dltensor_from_py_object_no_sync(object, &tensor) != 0 ||
+        !is_on_device(site, tensor.device) || !find_dtype(tensor.dtype, &view->dtype) ||
+        !is_contiguous(tensor))
+        return refuse_tensor(site, object);
     view->data = static_cast<char*>(tensor.data) + tensor.byte_offset;
     view->numel = 1;
     for (int32_t dim = 0; dim < tensor.ndim; ++dim) view->numel *= tensor.shape[dim];
     view->itemsize = tensor.dtype.bits / 8;
     view->ndim = tensor.ndim;
     view->shape = tensor.shape;
-    if (tensor.data == NULL && view->numel != 0) return refuse_unreadable(site, object);
-    return check_grad(site, object) < 0 ? -1 : check_signs(site, object, is_complex(view->dtype));
+    if (tensor.data == NULL && view->numel != 0) return refuse_tensor(site, object);
+    int problem = needs_grad(object);
+    if (problem == 0) problem = is_lazy(site, object, is_complex(view->dtype));
+    return problem > 0 ? refuse_tensor(site, object) : problem;
 }
 
 int current_stream(const CallSite& site, comm_stream* stream) {
@@ -416,28 +347,21 @@ int check_overlap(const CallSite& site, const TensorView& from, const TensorView
     return -1;
 }
 
-int read_op(const CallSite& site, PyObject* object, comm_dtype dtype, comm_op* op) {
+int read_op(const CallSite& site, PyObject* object, PyObject* tensor, comm_dtype dtype,
+            comm_op* op) {
     *op = COMM_SUM;
     if (object == NULL) object = op_names[COMM_SUM];
     *op = site.scaled_sums && PyLong_Check(object) ? read_scaled_sum(object) : find_op(object);
-    if (*op > COMM_AVG) return 0;
-    if (*op < 0 && (*op = translate_op(site, object)) < 0) return -1;
-    if (is_only_moved(site, dtype))
-        return refuse_op(site, object,
-                         "of a dtype that can be moved but not reduced. Convert it first, to "
-                         "torch.float32 or torch.int64, say");
-    if (is_complex(dtype) && *op != COMM_SUM)
-        return refuse_op(site, object,
-                         "of complex numbers is not defined. Use op='sum', or reduce "
-                         "torch.view_as_real(tensor)");
-    if (*op == COMM_AVG && !is_floating(dtype))
-        return refuse_op(site, object, "of integers is not an integer. Use op='sum' and divide");
-    if (dtype == COMM_BOOL && *op == COMM_SUM)
-        return refuse_op(
-            site, object,
-            "of bool is not defined. Use 'max' for any, 'min' for all, or convert to an "
-            "integer first");
-    return 0;
+    if (*op > COMM_AVG || (*op >= 0 && is_defined(site, *op, dtype))) return 0;
+    // Another spelling, such as torch.distributed.ReduceOp.SUM; or Python says what is wrong.
+    PyObject* check = import_attribute("communicator.calls.arguments", "check_op", NULL);
+    PyObject* name = check == NULL
+                         ? NULL
+                         : PyObject_CallFunction(check, "ssOO", site.me, site.call, object, tensor);
+    *op = name == NULL ? -1 : find_op(name);
+    Py_XDECREF(name);
+    Py_XDECREF(check);
+    return *op < 0 ? -1 : 0;
 }
 
 int read_peer(const CallSite& site, PyObject* object, const char* name, int32_t* peer) {

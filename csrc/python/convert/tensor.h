@@ -56,5 +56,7 @@ int check_rows(const CallSite& site, const TensorView& view);
 int check_overlap(const CallSite& site, const TensorView& from, const TensorView& to,
                   bool may_be_same);
 
-int read_op(const CallSite& site, PyObject* object, comm_dtype dtype, comm_op* op);
+// Of a call with this tensor, which has this dtype.
+int read_op(const CallSite& site, PyObject* object, PyObject* tensor, comm_dtype dtype,
+            comm_op* op);
 int read_peer(const CallSite& site, PyObject* object, const char* name, int32_t* peer);
