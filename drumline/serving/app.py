@@ -357,9 +357,10 @@ def application(
     """
 
     async def authorize(request: Request) -> None:
-        headers, valid = request.headers, f"Bearer {key}".encode()
-        sent = headers.get("authorization", ""), f"Bearer {headers.get('x-api-key', '')}"
-        if key is not None and not any(hmac.compare_digest(each.encode(), valid) for each in sent):
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        bearer = token.lstrip(" ") if scheme.lower() == "bearer" else ""  # RFC 9110, 11.1 and 11.4
+        sent = [each.encode() for each in (bearer, request.headers.get("x-api-key", ""))]
+        if key is not None and not any(hmac.compare_digest(each, key.encode()) for each in sent):
             text = "The API key is missing or wrong: send 'Authorization: Bearer KEY' or x-api-key."
             raise protocol.ApiError(401, text, "invalid_api_key")
         if key is None and not _is_local_name(name := request.url.hostname or "localhost"):

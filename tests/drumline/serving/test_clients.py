@@ -562,10 +562,12 @@ def test_metrics_have_the_time_between_tokens_and_the_names_of_vllm(service):
     [
         ({"x-api-key": "secret"}, 200),
         ({"authorization": "Bearer secret"}, 200),
+        ({"authorization": "bearer  secret"}, 200),
         ({"authorization": "Bearer secret", "x-api-key": "guess"}, 200),
         ({"x-api-key": "guess"}, 401),
         ({"x-api-key": "Bearer secret"}, 401),
         ({"authorization": "secret"}, 401),
+        ({"authorization": "Basic secret"}, 401),
         ({}, 401),
     ],
 )
