@@ -24,7 +24,8 @@ IGNORED = ("cache_control", "context_management", "inference_geo")
 FIELDS = {"stop": "stop_sequences"}
 FIELDS |= dict.fromkeys(("response_format.json_schema", "response_format"), "output_config.format")
 """By the field of a chat, that of a request."""
-ERROR_TYPES = {404: "not_found_error", 500: "api_error", 503: "overloaded_error"}
+ERROR_TYPES = {403: "permission_error", 404: "not_found_error"}
+ERROR_TYPES |= {500: "api_error", 503: "overloaded_error"}
 
 
 def error_body(error: protocol.ApiError) -> dict[str, Any]:

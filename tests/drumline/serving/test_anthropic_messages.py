@@ -327,6 +327,7 @@ def test_what_would_change_the_answer_is_refused_by_name(service, fields, word):
     ("status", "kind"),
     [
         (401, "authentication_error"),
+        (403, "permission_error"),
         (404, "not_found_error"),
         (413, "invalid_request_error"),
         (429, "rate_limit_error"),
