@@ -445,7 +445,10 @@ def _validation_error(error: ValidationError) -> ApiError:
         )
     errors = error.errors()
     deepest = max(errors, key=lambda e: (len(e["loc"]), e["type"] == "extra_forbidden"))
-    field = ".".join(str(step) for step in deepest["loc"] if "[" not in str(step))
+    first, *rest = deepest["loc"] or [""]
+    # Of a field with several types, pydantic names the one that it tried, too.
+    steps = [first, *(s for s in rest if "[" not in str(s) and s not in ("str", "NamedTool"))]
+    field = ".".join(map(str, steps))
     if deepest["type"] == "extra_forbidden":
         return unsupported(field, field)
     reason = deepest["msg"].removeprefix("Value error, ")

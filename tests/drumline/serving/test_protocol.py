@@ -71,6 +71,22 @@ def test_sound_is_refused_by_name():
     assert caught.value.body["error"]["param"].startswith("messages.0.content.1")
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": {"allowed_tools": {}}}, "tool_choice.allowed_tools"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"str": 5}, "str"),
+    ],
+)
+def test_a_field_with_several_types_is_named_without_them(fields, param):
+    """The param was tool_choice.NamedTool.allowed_tools, which no request has."""
+    with pytest.raises(protocol.ApiError) as caught:
+        chat(**fields)
+    assert caught.value.body["error"]["param"] == param
+
+
 @pytest.mark.parametrize("kind", ["text", "image_url"])
 def test_a_part_without_its_content_is_refused(kind):
     with pytest.raises(protocol.ApiError, match="has no field of that name"):
