@@ -374,23 +374,24 @@ def application(
     kinds = HTTPException, protocol.ApiError, DrumlineError, ClientDisconnect, Exception
     handlers = dict.fromkeys(kinds, _respond_error)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, exception_handlers=handlers)
-    app.add_api_route("/health", service.get_health)
-    app.add_api_route("/", service.get_page)
-    for path, handler, method in (
-        ("/metrics", service.get_metrics, "GET"),
-        ("/status", service.get_status, "GET"),
-        ("/version", service.get_version, "GET"),
-        ("/tokenize", service.tokenize, "POST"),
-        ("/detokenize", service.detokenize, "POST"),
-        ("/v1/models", service.list_models, "GET"),
-        ("/v1/models/{name:path}", service.get_model, "GET"),
-        ("/v1/completions", service.create_completion, "POST"),
-        ("/v1/chat/completions", service.create_chat_completion, "POST"),
-        ("/v1/responses", service.create_response, "POST"),
-        ("/v1/messages", service.create_message, "POST"),
-        ("/v1/messages/count_tokens", service.count_tokens, "POST"),
+    reads = ["GET", "HEAD"]
+    app.add_api_route("/health", service.get_health, methods=reads)
+    app.add_api_route("/", service.get_page, methods=reads)
+    for path, handler, methods in (
+        ("/metrics", service.get_metrics, reads),
+        ("/status", service.get_status, ["GET"]),  # without an end
+        ("/version", service.get_version, reads),
+        ("/tokenize", service.tokenize, ["POST"]),
+        ("/detokenize", service.detokenize, ["POST"]),
+        ("/v1/models", service.list_models, reads),
+        ("/v1/models/{name:path}", service.get_model, reads),
+        ("/v1/completions", service.create_completion, ["POST"]),
+        ("/v1/chat/completions", service.create_chat_completion, ["POST"]),
+        ("/v1/responses", service.create_response, ["POST"]),
+        ("/v1/messages", service.create_message, ["POST"]),
+        ("/v1/messages/count_tokens", service.count_tokens, ["POST"]),
     ):
-        app.add_api_route(path, handler, methods=[method], dependencies=[Depends(authorize)])
+        app.add_api_route(path, handler, methods=methods, dependencies=[Depends(authorize)])
     if allowed_origins:
         app.add_middleware(
             CORSMiddleware,

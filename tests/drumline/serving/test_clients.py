@@ -519,6 +519,13 @@ def test_pages_of_allowed_origins_may_send_requests_and_no_others(service):
     assert headers[b"access-control-allow-origin"] == b"*"
 
 
+def test_what_is_read_may_be_asked_for_by_its_headers_alone(service):
+    """A check of /health by HEAD was answered 405."""
+    for path in ("/health", "/", "/metrics", "/version", "/v1/models", "/v1/models/llama"):
+        head, get = (headers_of(service, method=name, path=path) for name in ("HEAD", "GET"))
+        assert head[0] == get[0] == 200 and head[1].keys() == get[1].keys()
+
+
 @pytest.mark.parametrize(
     "name", ["localhost:80", "127.0.0.1", "[::1]:80", "nas.local", "serve", "page.com"]
 )
