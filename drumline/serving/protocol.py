@@ -383,9 +383,10 @@ class DetokenizeRequest(ApiObject):
 
 
 UNUSED = json.loads(Path(__file__).with_name("unused_fields.json").read_text())
-"""ignored: fields that change nothing about the answer: who asks, how soon, what is kept.
+"""ignored: fields that change nothing about the answer: who asks, how soon, what is kept, how often
+tools of OpenAI's own run, which are refused.
 defaults: fields with the values by which clients say that they do not use them, also where a
-request has no such field."""
+request has no such field. By truncation "auto" a prompt would be cut that is an error here."""
 
 
 FIELDS = TypeAdapter(dict[str, Any])

@@ -121,6 +121,12 @@ def test_a_tool_that_is_no_function_is_left_out_where_none_may_be_called():
     ]
 
 
+def test_fields_that_cannot_change_an_answer_of_functions_are_taken():
+    """Common clients send both: one counts calls of OpenAI's tools, one is for longer prompts."""
+    fields = {"tools": [TOOL], "max_tool_calls": 3, "truncation": "auto"}
+    assert builder_of(**fields).body == builder_of(tools=[TOOL]).body
+
+
 def test_an_error_is_the_last_event_of_a_stream_that_has_begun():
     (event,) = builder_of().fail(ApiError(500, "no logits"))
     kind, data = event.strip().split("\n")
@@ -171,7 +177,7 @@ def test_reasoning_in_pieces_or_without_a_text_behind_is_kept():
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "oldest"}, "truncation"),
         ({"n": 2}, "n"),
         ({"messages": []}, None),
         ({"logprobs": True}, "logprobs"),
