@@ -74,7 +74,7 @@ class PoolsOfRanks:
 
 
 class BatchedRanks:
-    """The ranks of a model as a manager of batches uses them, see `paged_batches.BatchRanks`."""
+    """The ranks of a model as a manager of batches uses them: see `paged_batches.PagedManager`."""
 
     def __init__(self, model: Any):
         self.model, self.driver = model, model._driver

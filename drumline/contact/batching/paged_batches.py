@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -45,16 +45,6 @@ def kinds_of_layers(config: Any) -> list[int]:
     return [kind_by_layer[layer] for layer in sorted(kind_by_layer)]
 
 
-class Pools(Protocol):
-    """The pools of all ranks, as rank 0 changes them; its own layers' among them."""
-
-    number: int
-
-    def begin_step(self, *tensors: torch.Tensor) -> None: ...
-    def copy_tokens(self, kind: int, sources: torch.Tensor, targets: torch.Tensor) -> None: ...
-    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
 def kept_manager(model: Any, driver: Any) -> Any:
     """The manager that was kept for the next batch, if its ranks are those of the driver, and
     there; None otherwise."""
@@ -66,19 +56,15 @@ def kept_manager(model: Any, driver: Any) -> Any:
     return manager
 
 
-MakePools = Callable[[list[int], list[int], list[int], bool], Pools]
-"""Of the kind of each layer, of each kind the tokens and the window, and whether sequences with one
-query attend in groups: see PoolShape."""
-
-
 class PagedTables(Tables):  # type: ignore[misc]
     """The tables of blocks of all requests, and no keys and values: these are in the pools.
 
+    make_pools: makes a PoolsOfRanks (of drumline.pipeline) of the fields of a PoolShape.
     in_groups: sequences with one query attend in groups. num_cached: by request, the tokens of its
     prompt that the pools had already. num_tokens: of each kind, those that requests can have.
     """
 
-    def __init__(self, make_pools: MakePools, in_groups: bool, **arguments: Any):
+    def __init__(self, make_pools: Callable[..., Any], in_groups: bool, **arguments: Any):
         super().__init__(device=torch.device("meta"), **arguments)
         allocators = list(self.cache_allocators.values())
         assert {each.sentinel_index for each in allocators} == {NEW_TOKEN}
@@ -97,7 +83,7 @@ class PagedTables(Tables):  # type: ignore[misc]
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep the keys and values of a layer of rank 0; returns all that it attends to."""
-        return self.pools.update(*args, **kwargs)
+        return self.pools.update(*args, **kwargs)  # type: ignore[no-any-return]
 
     def get_seq_length(self, *_: Any) -> int:
         raise DrumlineError(
@@ -180,34 +166,18 @@ class SteppedModel:
         return types.SimpleNamespace(logits=chosen)
 
 
-class BatchRanks(Protocol):
-    """The model's ranks, as a batch needs them."""
-
-    def check_there(self) -> None: ...
-    def leave_computing(self) -> None: ...
-    def use_attention(self, manager: Any, name: str) -> None: ...
-    def release_attention(self, manager: Any) -> None: ...
-    def num_blocks(self, settings: Any, hints: Any) -> int: ...
-    def make_pools(
-        self, kinds: list[int], num_tokens: list[int], windows: list[int], in_groups: bool
-    ) -> Pools: ...
-    @property
-    def driver(self) -> Any: ...
-    @property
-    def loaded_attention(self) -> str: ...
-
-
 class PagedManager(Manager):  # type: ignore[misc]
     """transformers' manager, over the pools of all ranks. What ends its thread is raised to whoever
     adds a request, waits for a result or stops it.
 
+    ranks: the model's BatchedRanks, of drumline.pipeline.
     choose: see SteppedModel. tokens_beside: of prompts, in a step that makes tokens of others.
     names_in_step: the requests of the step that runs, or that failed.
     """
 
     def __init__(
         self,
-        ranks: BatchRanks,
+        ranks: Any,
         model: Any,
         hints: Any,
         choose: ChooseTokens | None = None,
