@@ -413,6 +413,7 @@ def _is_local_name(name: str) -> bool:
 
 async def _respond_error(request: Request, error: Exception) -> Response:
     """Of a request, the scheduler, or a mistake here, which Starlette raises again for the log."""
+    headers = getattr(error, "headers", None)  # of a path and a method that do not go together
     if isinstance(error, HTTPException):
         text = f"{request.method} {request.url.path}: {error.detail}"
         error = protocol.ApiError(error.status_code, text)
@@ -421,7 +422,7 @@ async def _respond_error(request: Request, error: Exception) -> Response:
     if of_messages or request.url.path == "/v1/responses":
         answer = answer.renamed((anthropic_messages if of_messages else responses).FIELDS)
     body = anthropic_messages.error_body(answer) if of_messages else answer.body
-    return JSONResponse(body, answer.status)
+    return JSONResponse(body, answer.status, headers)
 
 
 def _marked(app: Any, server_metrics: metrics.ServerMetrics) -> Any:
