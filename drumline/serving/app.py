@@ -418,6 +418,8 @@ async def _respond_error(request: Request, error: Exception) -> Response:
         text = f"{request.method} {request.url.path}: {error.detail}"
         error = protocol.ApiError(error.status_code, text)
     answer = api_error(error)
+    if answer.status == 401:
+        headers = {"WWW-Authenticate": "Bearer"}  # RFC 9110, 15.5.2
     of_messages = request.url.path.startswith("/v1/messages")
     if of_messages or request.url.path == "/v1/responses":
         answer = answer.renamed((anthropic_messages if of_messages else responses).FIELDS)

@@ -581,4 +581,5 @@ def test_metrics_have_the_time_between_tokens_and_the_names_of_vllm(service):
 def test_a_key_may_be_sent_as_anthropics_clients_do(service, headers, status):
     """They were answered 401, whatever key they had."""
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    assert headers_of(service, raw, "GET", path="/v1/models", key="secret")[0] == status
+    answered, fields = headers_of(service, raw, "GET", path="/v1/models", key="secret")
+    assert answered == status and (fields.get(b"www-authenticate") == b"Bearer") == (status == 401)
