@@ -293,12 +293,10 @@ class PagedManager(Manager):  # type: ignore[misc]
         return thread is not None and thread.is_alive()
 
     def __iter__(self) -> Iterator[Any]:
-        return self._results(None)
+        while (output := self.get_result()) is not None:
+            yield output
 
     def request_id_iter(self, request_id: str) -> Iterator[Any]:
-        return self._results(request_id)
-
-    def _results(self, request_id: str | None) -> Iterator[Any]:
         """Ask whether the thread runs before asking for results: the last come before its end."""
         is_running = True
         while is_running:
@@ -307,7 +305,7 @@ class PagedManager(Manager):  # type: ignore[misc]
                 output = super().get_result(request_id, SLICE_S)
                 if output is not None:
                     yield output
-                    if request_id is not None and output.is_finished():
+                    if output.is_finished():
                         if output.error is not None:
                             self._raise_failure()
                         return
