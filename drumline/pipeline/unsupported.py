@@ -268,10 +268,13 @@ DEVICE_OF: Any = torch.Tensor.device.__get__
 
 
 class _ReadOnlyTensor:
-    """A weight without values here: anything written into it would be lost silently."""
+    """A weight without values here, or what was computed from one: whatever needs values raises,
+    and so does what would write into it, for that would be lost silently."""
 
     __repr__: Any = _description
-    __format__: Any = object.__format__  # which asks __repr__
+
+    def __format__(self: Any, spec: str) -> str:
+        return format(self.item(), spec) if spec else repr(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """torch.save(model.state_dict()) would write a file without these values."""
@@ -306,23 +309,27 @@ class _ReadOnlyTensor:
                     "nothing there; write the weights that you want into a checkpoint and load "
                     "that, or give the layer to rank 0 in device_map."
                 )
-        with torch_private.plain_functions():
-            try:
+        try:
+            with torch_private.plain_functions():
                 result = func(*args, **kwargs)
-            except (RuntimeError, TypeError) as error:  # perhaps for want of values
-                name, rank = read_only[0].__dict__["_read_only_origin"]
-                raise DrumlineError(
-                    f"rank 0: {func.__name__} failed with {name}, whose values are on "
-                    f"{_place(rank)} ({error}); give that part to rank 0 in device_map, as nothing "
-                    "but a call of it works from here."
-                ) from error
-            if type(result) is torch.Tensor:
-                memory = result.untyped_storage()
-                for tensor in read_only:
-                    own: Any = tensor
-                    if own.untyped_storage() is memory:  # .data, .detach(), a row
-                        _make_tensor_read_only(result, *tensor.__dict__["_read_only_origin"])
+        except (RuntimeError, TypeError) as error:  # perhaps for want of values
+            raise _lacks_values(func, read_only[0], error) from error
+        # Some operations take a tensor on meta for one on the CPU with arbitrary values (matmul).
+        takes_shape_only = "device" in kwargs or func.__name__.endswith("_as")
+        for value in torch_private.tree_leaves(result):
+            if type(value) is torch.Tensor and value.is_meta:  # a view, or computed from it
+                _make_tensor_read_only(value, *read_only[0].__dict__["_read_only_origin"])
+            elif isinstance(value, torch.Tensor) and not value.is_meta and not takes_shape_only:
+                raise _lacks_values(func, read_only[0], "its result would be arbitrary")
         return result
+
+
+def _lacks_values(func: Any, tensor: Any, why: object) -> DrumlineError:
+    name, rank = tensor.__dict__["_read_only_origin"]
+    return DrumlineError(
+        f"rank 0: {func.__name__} failed with {name}, whose values are on {_place(rank)} ({why}); "
+        "give that part to rank 0 in device_map, as nothing but a call of it works from here."
+    )
 
 
 class _ReadOnlyWeight(_ReadOnlyTensor, nn.Parameter):

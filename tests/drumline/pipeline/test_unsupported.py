@@ -49,6 +49,12 @@ REFUSED = {
     "a weight's data": (lambda model: set_data(model), "would change nothing there"),
     "a weight anew": (lambda model: nn.init.normal_(query(model)), "would change nothing there"),
     "values of a weight": (lambda model: query(model).detach().numpy(), "a call of it works"),
+    "a sum of a weight": (lambda model: float(query(model).sum()), "whose values are on rank 1"),
+    "a norm as text": (lambda model: f"{query(model).norm():.3f}", "whose values are on rank 1"),
+    "a maximum": (lambda model: query(model).max(0).values.tolist(), "values are on rank 1"),
+    "a product": (lambda model: torch.ones(32) @ query(model), "would be arbitrary"),
+    "a sum in place": (lambda model: query(model).sum().add_(1), "would change nothing there"),
+    "a weight as a factor": (lambda model: scale_own(model), "would be arbitrary"),
     "backward": (lambda model: backward(model), "no gradient comes back"),
     "hook inside": (lambda model: hook(model), "hook the whole layer"),
     "part of a layer": (lambda model: call_part(model), "whole layer"),
@@ -90,6 +96,11 @@ def query(model):
 @torch.no_grad()
 def zero_rows(model):
     query(model)[:3] = 0
+
+
+@torch.no_grad()
+def scale_own(model):
+    model.model.embed_tokens.weight.mul_(query(model).sum())
 
 
 def set_data(model):
@@ -288,7 +299,7 @@ def test_the_weights_of_a_sealed_layer_can_be_looked_at_and_computed_with():
     assert [repr(weight), str(weight), f"{weight}"] == [shown] * 3
     layer.requires_grad_(False)
     assert not weight.requires_grad
-    assert type(weight + 1) is torch.Tensor
+    assert repr(weight + 1) == shown  # nor are its values here
     with pytest.raises(DrumlineError, match=r"zero_ on layers\.0\.1\.running_mean"):
         layer[1].running_mean.zero_()
 
