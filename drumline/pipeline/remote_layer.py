@@ -19,7 +19,7 @@ from drumline.contact.caches import Cache
 from drumline.contact.model_parts import layer_number
 from drumline.core import pytree
 from drumline.core.layer_kinds import KindOutput, LayerKind
-from drumline.errors import DrumlineError
+from drumline.errors import DrumlineError, RefusedUse
 from drumline.kv_cache import proxy
 from drumline.kv_cache.placeholder import HeadSizes, LayerOrigin, layer_origin
 from drumline.pipeline.deferred_calls import DeferredCalls, InternedSpec, LayerRun, NewCall
@@ -74,6 +74,11 @@ class RemoteModule:
         if leaves.caches and leaves.tensors and type(leaves.tensors[0]) is LazyUnknownShape:
             leaves.tensors[0].fetch()  # its tokens are to be counted into a cache
         here = [tensor for tensor in leaves.tensors if not isinstance(tensor, LazyTensor)]
+        if empty := [tensor for tensor in here if tensor.is_meta]:
+            raise RefusedUse(
+                f"rank 0: {self.name} was given {empty[0]!r}, which has no values here that could "
+                f"be sent to rank {self.rank}; give it a tensor on {self.driver.device}."
+            )
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in here):
             self.driver.context.loses_gradient = True
         calls, run = self.driver.calls.begin_run(self.rank, spec, leaves, args, kwargs)

@@ -65,8 +65,14 @@ REFUSED = {
     "compiled forward": (lambda model: compile_forward(model), "leave its forward"),
     "autocast": (lambda model: autocast(model), "dtype="),
     "copy": (lambda model: copy.deepcopy(model), "several threads"),
+    "an input on meta": (lambda model: call_layer(model, META), "layers.5 was given tensor(...,"),
+    "a weight as an input": (
+        lambda model: call_layer(model, query(model)[None]),
+        "layers.5 was given <model.layers.5.self_attn.q_proj.weight",
+    ),
 }
 IDS = torch.arange(3, 12)[None]
+META = torch.ones(1, 32, 32, device="meta")
 
 
 def set_query(model, value):
@@ -101,6 +107,12 @@ def zero_rows(model):
 @torch.no_grad()
 def scale_own(model):
     model.model.embed_tokens.weight.mul_(query(model).sum())
+
+
+def call_layer(model, hidden):
+    """Without values the message was not sent whole, and with a weight all ranks were lost."""
+    positions = model.model.rotary_emb(torch.ones(1, 32, 32), torch.arange(32)[None])
+    model.model.layers[-1](hidden, position_embeddings=positions)
 
 
 def set_data(model):
