@@ -20,6 +20,16 @@ def is_model(module: Any) -> bool:
     return isinstance(module, api.PreTrainedModel)
 
 
+def may_return(module: Any, output: str) -> bool:
+    """True if a pass can return an output such as "attentions": models say what they record, and
+    other parts that make it take an argument for it. Mamba's do neither, and ignore it."""
+    parts = [*module.modules()]
+    recorded = [key for part in parts if is_model(part) for key in part.can_record_outputs]
+    forwards = {type(part).forward for part in parts}
+    takes = any(f"output_{output}" in inspect.signature(f).parameters for f in forwards)
+    return takes or any(key.endswith(output) for key in recorded)
+
+
 def recorded_output(hook: Callable[..., Any]) -> str | None:
     """The name of the output that a hook of transformers' own records; None for other hooks."""
     if not is_of_transformers(str(getattr(hook, "__module__", ""))):

@@ -18,7 +18,7 @@ from coordinator import torch_private
 from drumline.contact.cache_layers import is_filled
 from drumline.contact.caches import Cache, iter_caches
 from drumline.contact.loading.configs import attention_of, is_config
-from drumline.contact.model_parts import is_model
+from drumline.contact.model_parts import is_model, may_return
 from drumline.errors import DrumlineError, RefusedUse
 from drumline.kv_cache.proxy import CacheProxy, is_own
 from drumline.pipeline.lazy_tensor import LazyTensor, fetch_all, fetch_input
@@ -110,8 +110,9 @@ class PassChecks:
                 f"{self.half_changed} A pass that began with it has changed the layers before "
                 "this one already, so load the model again."
             )
-        for name in ("output_attentions", "output_router_logits"):
-            if is_requested(name, module, kwargs):
+        for output in ("attentions", "router_logits"):
+            name = f"output_{output}"
+            if is_requested(name, module, kwargs) and may_return(module, output):
                 raise RefusedUse(
                     f"rank 0: {name}=True, but these are made inside the layers and do not leave "
                     f"their ranks, so some would be missing; pass {name}=False or set it so in "

@@ -241,6 +241,15 @@ def test_what_layers_share_is_sealed_once_and_what_holds_nothing_not_at_all():
         shared.weight = nn.Parameter(torch.zeros(2, 2))
 
 
+def test_an_output_that_a_model_never_has_may_be_asked_for(checkpoints, on_master):
+    """transformers ignores it, and it was refused here."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "state_size": 4}
+    mamba = checkpoints.make("mamba of attentions", "MambaForCausalLM", **sizes)
+    for (plain, path), name in ((mamba, "attentions"), (checkpoints.llama(), "router_logits")):
+        asked = torch.no_grad()(lambda model, o=f"output_{name}": model(IDS, **{o: True}).logits)
+        torch.testing.assert_close(on_master(path, 2, asked), asked(plain))
+
+
 def test_a_refused_use_is_told_without_what_transformers_was_doing(checkpoints, on_master):
     """There were 40 lines around the one that says what to do. A caller's own frames stay."""
 
