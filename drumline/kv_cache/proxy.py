@@ -320,7 +320,8 @@ def check_lengths(here: Mapping[int, int], filled: Sequence[Sequence[int]], wher
             raise DrumlineError(
                 f"rank 0: {where} has {length} tokens in layer {index} of the cache, where its "
                 f"hidden states had {here[index]}, so the lengths that masks are made of would be "
-                "wrong; give it to rank 0 in device_map."
+                "wrong; give a model with an encoder an EncoderDecoderCache, which keeps the "
+                "encoder's tokens apart, or give the layer to rank 0 in device_map."
             )
 
 

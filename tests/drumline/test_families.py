@@ -432,6 +432,22 @@ def test_a_layer_that_counts_other_tokens_than_its_rank_is_refused(
     on_master(path, 2, work, device_map=second_halves(plain))
 
 
+def test_one_cache_for_the_tokens_of_a_decoder_and_its_encoder_is_refused_by_name(
+    checkpoints, on_master
+):
+    """The error told of a layer alone, which was as it should be."""
+    kind, config = ENCODER_DECODERS["bart"]
+    plain, path = checkpoints.make("bart", kind, **config)
+
+    def work(model: Any) -> None:
+        ids = prompt()["input_ids"]
+        tokens = {"input_ids": ids, "decoder_input_ids": ids[:, :3]}
+        with pytest.raises(DrumlineError, match=r"12 tokens .* an EncoderDecoderCache"):
+            model(**tokens, past_key_values=DynamicCache())
+
+    on_master(path, 2, work, device_map=second_halves(plain))
+
+
 def test_hidden_states_that_are_recorded_inside_of_layers_are_refused(checkpoints, on_master):
     """Zamba's hybrid layers have the layer whose output counts inside: half of them was missing."""
     plain, path = checkpoints.make("zamba2", UNUSUAL["zamba2"][0], **UNUSUAL["zamba2"][1])
