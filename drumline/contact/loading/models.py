@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from drumline.contact import transformers_api as api
+from drumline.contact.caches import is_of_transformers
 from drumline.contact.loading.configs import experts_of
 
 ANY_MODEL = "AutoModel"
@@ -75,13 +76,17 @@ def run_experts_singly(model: Any) -> None:
 
 def runs_experts_singly(module: nn.Module) -> bool:
     """True for a stack of experts of which each takes its own matrix."""
-    return _are_experts(module) and experts_of(module.config) == "eager"
+    return _expert_functions(module) is not None and experts_of(module.config) == "eager"
 
 
-def _are_experts(module: nn.Module) -> bool:
-    """True for a stack of experts that transformers runs, and no function of the user's around."""
-    code = getattr(type(module).forward, "__code__", None)  # functools.wraps leaves it alone
-    return "use_experts_implementation" in getattr(code, "co_qualname", "")
+def _expert_functions(module: nn.Module) -> Mapping[str, Any] | None:
+    """The functions by name of which transformers runs a stack of experts with one: its forward
+    holds them. None for other modules, and where a function of the user's is around that."""
+    for cell in getattr(type(module).forward, "__closure__", None) or ():
+        held = cell.cell_contents
+        if isinstance(held, Mapping) and is_of_transformers(type(held).__module__):
+            return held
+    return None
 
 
 def expert_gate(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -91,9 +96,13 @@ def expert_gate(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | N
     usual = {"has_gate": True, "is_transposed": False, "has_bias": False}
     usual["has_post_expert_norm"] = False
     is_usual = all(getattr(module, name, None) is value for name, value in usual.items())
-    if not is_usual or not _are_experts(module):
+    functions = _expert_functions(module) if is_usual else None
+    if functions is None:
         return None
-    runs = experts_of(module.config) in ("eager", "batched_mm", "grouped_mm")
+    name = experts_of(module.config)
+    runs = name in ("eager", "batched_mm", "grouped_mm")
+    if runs and (function := functions.get(name)) is not None:  # the user's, perhaps
+        runs = is_of_transformers(str(getattr(function, "__module__", "")))
     return getattr(module, "_apply_gate", None) if runs else None
 
 

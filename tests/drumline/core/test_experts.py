@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from typing import Any
 
 import pytest
 import torch
 from transformers import GptOssConfig, NemotronHConfig, Qwen3MoeConfig
+from transformers.integrations.moe import ExpertsInterface
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -154,6 +156,37 @@ def test_experts_that_the_user_runs_stay_as_they_are(
     with pytest.raises(KeyError):
         late(*routed(1))
     assert not calls
+
+
+def test_a_function_of_the_user_under_a_name_of_transformers_runs_the_experts(
+    calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop ran in its place."""
+    early = stack()
+    use_fast_experts(early)
+    ones = torch.ones(1)
+    monkeypatch.setitem(ExpertsInterface._global_mapping, "grouped_mm", lambda *_, **__: ones)
+    late = stack()
+    use_fast_experts(late)
+    assert "forward" not in vars(late)
+    with torch.no_grad():
+        assert early(*routed(1)) is ones
+    assert not calls
+
+
+@HAS_LOOP
+def test_the_loop_does_not_depend_on_what_transformers_calls_its_decorator(
+    calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Qwen3MoeExperts.forward
+    code = plain.__code__.replace(co_name="run", co_qualname="choose.<locals>.run")
+    renamed = types.FunctionType(code, plain.__globals__, closure=plain.__closure__)
+    monkeypatch.setattr(Qwen3MoeExperts, "forward", renamed)
+    module = stack()
+    use_fast_experts(module)
+    with torch.no_grad():
+        module(*routed(1))
+    assert len(calls) == 2
 
 
 def test_stacks_that_do_not_fit_fail_as_without_the_loop(calls: list[tuple[int, ...]]) -> None:
