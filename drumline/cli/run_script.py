@@ -97,10 +97,11 @@ def _check_single(served: list[Any], path: Any) -> None:
 
 def devices_by_module(device_map: DeviceMap) -> dict[str, str]:
     """The device of each module as transformers writes it, those of rank 0 first: a pipeline takes
-    the first one. What is on another rank has no device here that a script could move tensors to.
+    the first one. For rank 1 it is "cpu:1", whatever its device: torch takes that for the CPU here,
+    from where tensors reach all ranks, and a Trainer for a device of its own, which it is.
     """
     places = sorted(device_map.places.items(), key=lambda item: item[1][0])
-    return {name: f"rank {rank} {device}" if rank else device for name, (rank, device) in places}
+    return {name: f"cpu:{rank}" if rank else device for name, (rank, device) in places}
 
 
 def load_over_all_ranks(cls: Any, path: Any, options: dict[str, Any]) -> Any:

@@ -31,6 +31,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
+    Trainer,
+    TrainingArguments,
     XLNetConfig,
 )
 
@@ -38,9 +40,13 @@ import drumline
 import launcher
 from drumline.cli import DELEGATED, cache, command_options, main, parser
 from drumline.cli.plan_pictures import write_html
-from drumline.cli.run_script import load_over_all_ranks, models_over_all_ranks
+from drumline.cli.run_script import (
+    devices_by_module,
+    load_over_all_ranks,
+    models_over_all_ranks,
+)
 from drumline.core.device_map import DeviceMap
-from drumline.errors import CheckpointError
+from drumline.errors import CheckpointError, DrumlineError
 from drumline.strategies.with_model import num_positions
 from tests.drumline.conftest import LLAMA
 from tests.drumline.tiny_configs import tiny_config
@@ -519,9 +525,29 @@ def test_an_unmodified_script_runs_over_the_ranks_and_ends_them_with_its_code(
     assert (
         "ranks [0, 1] named True" in out and "torch.Size([1, 11])" in out and "55 54 10" in out
     ), err
-    assert "devices ['cpu', 'rank 1 cpu'] model.embed_tokens" in out
+    assert "devices ['cpu', 'cpu:1'] model.embed_tokens" in out
     assert "other ranks serve its first model" in out
     assert master.returncode == 7 and server.wait(timeout=60) == 7 and not server.stdout.read()
+
+
+def test_a_trainer_evaluates_a_model_whose_devices_a_script_was_told(
+    checkpoints, on_master, tmp_path
+):
+    """torch's "Invalid device string" was all that it said."""
+    plain, path = checkpoints.llama()
+    tokens = torch.arange(3, 12)
+    rows = [{"input_ids": tokens, "labels": tokens}] * 2
+
+    def work(model):
+        model.hf_device_map = devices_by_module(model.device_map)
+        trainer = Trainer(model, TrainingArguments(str(tmp_path), report_to=[]))
+        assert trainer.is_model_parallel
+        with pytest.raises(DrumlineError, match="cannot be trained"):
+            Trainer(model, trainer.args, train_dataset=rows).train()
+        return trainer.evaluate(rows)["eval_loss"]
+
+    loss = plain(tokens[None], labels=tokens[None]).loss
+    assert on_master(path, 2, work) == pytest.approx(float(loss), rel=1e-4)
 
 
 ACCELERATED = """
