@@ -36,18 +36,18 @@ class SequenceParallel:
         self.stays_partitioned = False
         self.may_partition = True
 
-    def install(self) -> set[str]:
-        """Wrap layers, their children and what is around them; the norms that are taken care of."""
+    def install(self) -> None:
+        """Wrap layers whose norms are all in the plan, their children and what is around them.
+
+        A norm by itself stays whole on each rank: to gather its tokens takes longer than it does.
+        """
         norms = {name for name, style in self.styles.items() if style == SEQUENCE_PARALLEL}
         stacks: dict[str, list[str]] = {}
         for name in layer_names(self.model):
             stacks.setdefault(trunk_of(name), []).append(name)
-        done: set[str] = set()
         for trunk, layers in stacks.items():
             if all(_norms_of(name, norms) and self._calls_children_only(name) for name in layers):
                 self._wrap_stack(trunk, layers, norms)
-                done |= {norm for outer in (trunk, *layers) for norm in _norms_of(outer, norms)}
-        return done
 
     def _calls_children_only(self, name: str) -> bool:
         """True if the layer computes by calling its children, so that wrapping those is enough."""

@@ -36,9 +36,8 @@ def insert_collectives(model: nn.Module, styles: Styles, comm: Communicator) -> 
     use_fast_products(model)
     use_fast_experts(model)
     modules = dict(model.named_modules())
-    alone = [name for name in modules if styles.get(name) == tp_plan.SEQUENCE_PARALLEL]
     for name, style in styles.items():
-        if name in modules and name not in alone and style not in UNCHANGED:
+        if name in modules and style not in UNCHANGED:
             modules[name].forward = _FORWARDS[style](modules[name], comm)
         if style == "mla_kv_a_proj" and name in modules:
             owner = modules[name.rpartition(".")[0]]
@@ -47,10 +46,8 @@ def insert_collectives(model: nn.Module, styles: Styles, comm: Communicator) -> 
     sharding = [module for style, module in by_style if style in tp_plan.OUTPUT_SHARDED]
     unsharding = [module for style, module in by_style if style in tp_plan.INPUT_SHARDED]
     sync_dropout_rng(model, sharding, unsharding, comm)
-    if alone:
-        done = SequenceParallel(model, styles, comm).install()
-        for name in set(alone) - done:
-            modules[name].forward = _sequence_parallel(modules[name], comm)
+    if tp_plan.SEQUENCE_PARALLEL in styles.values():
+        SequenceParallel(model, styles, comm).install()
 
 
 def _column(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
@@ -206,26 +203,6 @@ def _expert_parallel(module: Any, comm: Communicator) -> Callable[..., Any]:
     return forward
 
 
-def _sequence_parallel(module: nn.Module, comm: Communicator) -> Callable[..., Any]:
-    """A norm by itself: each rank computes its own tokens, then all are gathered.
-
-    A pass of fewer tokens than ranks, as in decoding, is computed by all: to gather takes longer.
-    """
-    whole, part = module.forward, collectives.with_reduced_gradients(module, comm)
-
-    def forward(x: torch.Tensor) -> Any:
-        length = x.shape[1] if x.dim() > 2 else 0
-        if length < comm.world_size:
-            return whole(x)
-        begin, end = collectives.shard_bounds(length, comm)
-        own_tokens = part(copy_to_ranks(x, comm)[:, begin:end])
-        return collectives.gather_from_ranks(own_tokens.transpose(1, -1), length, comm).transpose(
-            1, -1
-        )
-
-    return forward
-
-
 _FORWARDS: dict[str, Callable[[Any, Communicator], Callable[..., Any]]] = {
     "colwise": _column,
     "packed_colwise": _column,
@@ -244,5 +221,11 @@ _FORWARDS: dict[str, Callable[[Any, Communicator], Callable[..., Any]]] = {
     "replicated_with_grad_allreduce": collectives.with_reduced_gradients,
 }
 """By style, what makes the forward of a module."""
-UNCHANGED = ("mla_kv_a_proj", "grouped_gemm", "replicate", "local_params")
-"""Styles whose modules keep their forward."""
+UNCHANGED = (
+    "mla_kv_a_proj",
+    "grouped_gemm",
+    "replicate",
+    "local_params",
+    tp_plan.SEQUENCE_PARALLEL,
+)
+"""Styles whose modules keep their forward; that of norms between layers is wrapped with these."""
