@@ -22,7 +22,7 @@ import torch
 from communicator import DTYPES
 from drumline.stages.device_link import DeviceLink
 
-HEADER = struct.Struct("<QBBIIIII")
+HEADER = struct.Struct("<QBIIIII")
 ALIGNMENT = 16
 MIN_FRAME_NBYTES, MAX_FRAME_NBYTES, FRAME_STEP_NBYTES = 1024, 1 << 16, 256
 MAX_KEPT_NBYTES = 1 << 20  # of memory to pack a message in, and for one that is predicted
@@ -180,15 +180,12 @@ class HeaderCache:
     @classmethod
     def of(cls, message: Message, layout: TensorLayout) -> HeaderCache:
         text, note = message.text.encode(), message.note.encode()
-        try:
-            wide, ints = False, struct.pack(f"<{len(message.ints)}i", *message.ints)
-        except struct.error:
-            wide, ints = True, struct.pack(f"<{len(message.ints)}q", *message.ints)
+        ints = struct.pack(f"<{len(message.ints)}q", *message.ints)
         rest = layout.spec_bytes + ints + text + note
         start = HEADER.size + len(rest)
         start += -start % ALIGNMENT
         numbers = (len(layout.spec_bytes), len(message.ints), len(text), len(note), message.program)
-        head = HEADER.pack(start + layout.nbytes, message.kind, wide, *numbers)
+        head = HEADER.pack(start + layout.nbytes, message.kind, *numbers)
         return cls(head + rest, layout, start)
 
 
@@ -314,15 +311,13 @@ class MessageChannel:
 
     def _unpack(self, frame: torch.Tensor) -> Message:
         data = memoryview(frame.numpy())  # type: ignore[arg-type]
-        nbytes, kind, wide, spec_bytes, num_ints, num_text, num_note, program = HEADER.unpack_from(
-            data
-        )
+        nbytes, kind, spec_bytes, num_ints, num_text, num_note, program = HEADER.unpack_from(data)
         ints_at = HEADER.size + spec_bytes
-        text_at = ints_at + num_ints * (8 if wide else 4)
+        text_at = ints_at + 8 * num_ints
         note_at = text_at + num_text
         end = note_at + num_note
         layout = self._layout(bytes(data[HEADER.size : ints_at]), TensorLayout.read)
-        ints = list(struct.unpack_from(f"<{num_ints}{'q' if wide else 'i'}", data, ints_at))
+        ints = list(struct.unpack_from(f"<{num_ints}q", data, ints_at))
         text, note = bytes(data[text_at:note_at]).decode(), bytes(data[note_at:end]).decode()
         message = Message(MessageKind(kind), program, ints, [], text, note)
         header = HeaderCache(bytes(data[:end]), layout, nbytes - layout.nbytes)

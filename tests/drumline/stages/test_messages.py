@@ -112,7 +112,7 @@ def test_what_a_token_adds_to_its_tensors_is_less_than_a_hundred_bytes():
     message = decoded_token(100)
     del message.tensors[-1]  # no mask: the usual case of one prompt
     described = sum(2 + 4 * tensor.dim() for tensor in message.tensors)
-    assert HEADER.size + described + 4 * len(message.ints) < 100
+    assert HEADER.size + described + 8 * len(message.ints) < 100
 
 
 def test_a_message_may_have_any_number_of_integers_and_tensors():
