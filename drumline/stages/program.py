@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from drumline.core.pytree import TreeSpec, as_tuples, has_reusable_arguments, new_tensor_kinds
@@ -58,18 +58,15 @@ class Program:
     num_inputs: int
     steps: tuple[StageStep, ...]
     returns: tuple[int, ...]
-    _leaving: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     # Slots number the tensors of a pass: the operands of operations, the other inputs of the
     # master, and what the steps put out, in their order. Every rank counts the same, so a message
     # holds tensors in the order of their slots, and no names.
     def leaving(self, rank: int) -> tuple[int, ...]:
         """The slots that `rank` passes on, in the order they travel."""
-        if rank not in self._leaving:
-            needed = {*range(self.num_operands), *self.returns}
-            needed.update(slot for step in self.steps if step.rank > rank for slot in step.slots)
-            self._leaving[rank] = tuple(sorted(s for s in needed if self._made_by(s) <= rank))
-        return self._leaving[rank]
+        needed = {*range(self.num_operands), *self.returns}
+        needed.update(slot for step in self.steps if step.rank > rank for slot in step.slots)
+        return tuple(sorted(slot for slot in needed if self._made_by(slot) <= rank))
 
     @cached_property
     def outputs_at(self) -> list[int]:
