@@ -91,7 +91,7 @@ def read_mesh(mesh: Any, world_size: int) -> Mesh:
     A DeviceMesh of one dimension needs no name: it is `tp`. Raises PlanError if it does not cover
     the launch, or has an axis that means nothing here.
     """
-    grid = mesh if isinstance(mesh, Mesh) else _from(mesh)
+    grid = _from(mesh)
     unknown = [axis for axis in grid.axes if axis not in AXES]
     if unknown:
         raise PlanError(
@@ -130,11 +130,12 @@ def num_stages(mesh: Any) -> int:
     """The number of pipeline stages of a mesh as users write it; 1 for no mesh."""
     if mesh is None or not (isinstance(mesh, (Mesh, Mapping)) or hasattr(mesh, "mesh_dim_names")):
         return 1
-    grid = mesh if isinstance(mesh, Mesh) else _from(mesh)
-    return grid.axis_size("pp")
+    return _from(mesh).axis_size("pp")
 
 
 def _from(mesh: Any) -> Mesh:
+    if isinstance(mesh, Mesh):
+        return mesh
     if isinstance(mesh, Mapping):
         axes = {ALIASES.get(str(axis), str(axis)): size for axis, size in mesh.items()}
         if len(axes) == len(mesh) and all(isinstance(n, numbers.Integral) for n in axes.values()):

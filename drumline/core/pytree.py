@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict, UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, EnumType
 from typing import Any, Protocol
@@ -245,11 +245,6 @@ def is_of_form(output: Any, form: Any) -> bool:
     if isinstance(form, tuple) and isinstance(output, tuple):
         return len(output) == len(form) and all(map(is_of_form, output, form))
     return bool(output == form)
-
-
-def changed_items(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """The items that a layer wrote into a dict that layers share."""
-    return {key: value for key, value in after.items() if before.get(key) is not value}
 
 
 def written_inputs(output: Any) -> list[int]:

@@ -103,7 +103,10 @@ class StageCall:
     def handed_on(self) -> list[dict[str, Any]]:
         """The items that the layer wrote into each dict, for later layers."""
         pairs = zip(self.before, self.shared, strict=True)
-        return [pytree.changed_items(old, now) for old, now in pairs]
+        return [
+            {key: value for key, value in now.items() if old.get(key) is not value}
+            for old, now in pairs
+        ]
 
     def describe(
         self, value: Any, new: list[torch.Tensor], written: Sequence[int] = ()
@@ -200,7 +203,9 @@ class Stage:
                 call = StageCall(
                     step, [held[slot] for slot in step.slots], message.ints, self.caches
                 )
-            may_write = step.is_new or (step.output != pytree.NEW_HIDDEN_STATE and _writes(step))
+            may_write = step.is_new or (
+                step.output != pytree.NEW_HIDDEN_STATE and pytree.written_inputs(step.output)
+            )
             inputs_before = [tensor.clone() for tensor in call.inputs] if may_write else []
             before = call.layer_versions() if step.is_new else []
             items = call.items() if step.is_new else []
@@ -301,10 +306,6 @@ class Stage:
         """Another stage failed: the operations on caches are still done, here as there."""
         with contextlib.suppress(Exception):  # the first is on its way to the master already
             self._apply_operations(self._route(message).program, message)
-
-
-def _writes(step: StageStep) -> bool:
-    return bool(pytree.written_inputs(step.output))
 
 
 def _check_output_unchanged(

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from drumline.contact.loading.configs import experts_of
 from drumline.core.mesh import Mesh
 from drumline.core.shards import ShardSpec, local_shape
 from drumline.errors import PlanError
@@ -110,7 +111,7 @@ def _check_attention(model: nn.Module, styles: Styles) -> None:
         if sharded and rest:
             raise PlanError(
                 f"{sharded[0]} is sharded into heads and {rest[0]} is not "
-                f"({_style_or_whole(styles, rest[0])}), so heads would be paired with those of "
+                f"({styles.get(rest[0], 'whole')}), so heads would be paired with those of "
                 "other ranks; give q_proj, k_proj and v_proj the same style."
             )
 
@@ -137,9 +138,9 @@ def _check_partners(model: nn.Module, styles: Styles) -> None:
             width = linears[takes].in_features
             if linears[gives].out_features in (width, 2 * width if gives in columns else width):
                 raise PlanError(
-                    f"{gives} ({_style_or_whole(styles, gives)}) gives "
+                    f"{gives} ({styles.get(gives, 'whole')}) gives "
                     f"{linears[gives].out_features} features and {takes} "
-                    f"({_style_or_whole(styles, takes)}) takes {width}, and only one of them is "
+                    f"({styles.get(takes, 'whole')}) takes {width}, and only one of them is "
                     "sharded, so they would not fit; shard both ('colwise', then 'rowwise'), or "
                     "neither."
                 )
@@ -151,10 +152,6 @@ def _describe_halves(name: str, partner: str) -> str:
         "sharded as 'colwise', so ranks would pair columns that do not belong together; shard it "
         "as 'packed_colwise'."
     )
-
-
-def _style_or_whole(styles: Styles, name: str) -> str:
-    return styles.get(name, "whole")
 
 
 def _check_experts(model: nn.Module, styles: Styles, size: int) -> None:
@@ -209,7 +206,7 @@ def _check_alignment(model: nn.Module, name: str, size: int) -> None:
     """The shard of each rank has to fit torch.nn.functional.grouped_mm."""
     parameter, owner = model.get_parameter(name), model.get_submodule(name.rpartition(".")[0])
     inner, itemsize = parameter.shape[-1], parameter.element_size()
-    if parameter.dim() != 3 or tp_plan.experts_implementation(owner) != "grouped_mm":
+    if parameter.dim() != 3 or experts_of(getattr(owner, "config", None)) != "grouped_mm":
         return
     parts = [
         local_shape((inner,), [ShardSpec("tp", 0)], Mesh({"tp": size}), r)[0] for r in range(size)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from communicator import Communicator
+from drumline.contact.loading.configs import experts_of
 from drumline.contact.loading.models import keep_experts_apart
 from drumline.core.cpu.experts import use_fast_experts
 from drumline.core.cpu.products import linear, use_fast_products
@@ -183,7 +184,7 @@ def _expert_parallel(module: Any, comm: Communicator) -> Callable[..., Any]:
     experts_per_rank = module.num_experts // comm.world_size
     plain, first = module.forward, comm.rank * experts_per_rank
     module.num_experts = experts_per_rank
-    skips = tp_plan.experts_implementation(module) != "eager" and keep_experts_apart(module)
+    skips = experts_of(getattr(module, "config", None)) != "eager" and keep_experts_apart(module)
 
     def forward(hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> Any:
         hidden, weights = copy_to_ranks(hidden, comm), copy_to_ranks(weights, comm)

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from drumline.contact.loading.configs import experts_of
 from drumline.contact.loading.models import expert_plan_of, shard_plan_of
 from drumline.errors import PlanError
 from drumline.planner.model_profile import layer_names
@@ -143,11 +142,6 @@ def _plan_of_model(model: Any, plan: str) -> dict[str, str]:
             'it; pass tp_plan={"...": "colwise", ...}, or use device_map instead.'
         )
     return rules
-
-
-def experts_implementation(module: Any) -> str:
-    """The name in transformers of the way in which these experts are run."""
-    return experts_of(getattr(module, "config", None))
 
 
 def _with_norms(model: nn.Module, plan: Styles) -> dict[str, str]:
