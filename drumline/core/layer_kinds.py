@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from drumline.contact.model_parts import number_attribute
-from drumline.core.pytree import TreeSpec, iter_values
+from drumline.core.pytree import TreeSpec, iter_nodes
 
 PLAIN = (bool, int, float, str, torch.dtype, type(None))
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -44,7 +44,8 @@ class LayerKind:
     def note(self, arguments: Hashable, output: KindOutput) -> None:
         """Take what one layer returned for that of all, unless a layer may say its own in it."""
         _, value, *changes = output.output
-        if not any(item is not None for item in iter_values(value)) and {*changes} <= {NO_CHANGE}:
+        may_differ = any(node[0] == "value" and node[1] is not None for node in iter_nodes(value))
+        if not may_differ and {*changes} <= {NO_CHANGE}:
             self.outputs[arguments] = output
 
 

@@ -254,9 +254,8 @@ def written_inputs(output: Any) -> list[int]:
 
 def new_tensor_kinds(spec: Any) -> list[str]:
     """ "hidden" or "extra" for each new tensor of an output, in order."""
-    if spec[0] in ("hidden", "extra", "written"):
-        return ["hidden" if spec[0] == "hidden" else "extra"]
-    return [kind for item in _children(spec) for kind in new_tensor_kinds(item)]
+    kinds = [kind for kind, *_ in iter_nodes(spec) if kind in ("hidden", "extra", "written")]
+    return ["hidden" if kind == "hidden" else "extra" for kind in kinds]
 
 
 def has_reusable_arguments(arguments: TreeSpec) -> bool:
@@ -267,29 +266,21 @@ def has_reusable_arguments(arguments: TreeSpec) -> bool:
     """
     _, args, kwargs = arguments
     rest = [*args[2:], *(item for _, item in kwargs[1:])]
-    kinds = {leaf for item in rest for leaf in iter_leaves(item)}
-    is_fixed = not kinds & {("list",), ("dict",), ("shared",), ("tensor", 0)}
-    return args[1:2] == (("tensor", 0),) and is_fixed
+    nodes = (node for item in rest for node in iter_nodes(item))
+    changes = any(node[0] in ("list", "dict", "shared") or node == ("tensor", 0) for node in nodes)
+    return args[1:2] == (("tensor", 0),) and not changes
 
 
-def iter_leaves(spec: Any) -> Iterator[tuple[Any, ...]]:
-    """The kind of every node of a spec, and the position of each tensor."""
-    yield spec[:2] if spec[0] == "tensor" else spec[:1]
+def iter_nodes(spec: Any) -> Iterator[TreeSpec]:
+    """A spec and all that are in it, of which the first item is the kind."""
+    yield spec
     for item in _children(spec):
-        yield from iter_leaves(item)
+        yield from iter_nodes(item)
 
 
 def integer_kinds(arguments: TreeSpec) -> list[str]:
     """The meaning of each integer of a call, in order: "int", "float" for its bits, or "cache"."""
-    return [leaf[0] for leaf in iter_leaves(arguments) if leaf[0] in ("int", "float", "cache")]
-
-
-def iter_values(spec: Any) -> Iterator[Any]:
-    """The values that a spec holds itself, of which None is the usual one."""
-    if spec[0] == "value":
-        yield spec[1]
-    for item in _children(spec):
-        yield from iter_values(item)
+    return [kind for kind, *_ in iter_nodes(arguments) if kind in ("int", "float", "cache")]
 
 
 def as_tuples(spec: Any) -> Any:

@@ -225,17 +225,14 @@ def _forbid_gradient(value: Any, is_due: bool) -> Any:
         return value
     if is_due and value.is_floating_point() and not value.requires_grad:
         value = value.detach().requires_grad_()
-    return _NoGradient.apply(value) if value.requires_grad else value  # type: ignore[no-untyped-call]
+    if value.requires_grad:
+        value = value.view_as(value)  # it may be a tensor that the script gave to the model
+        value.register_hook(_refuse_gradient)
+    return value
 
 
-class _NoGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise DrumlineError(
-            "rank 0: no gradient comes back from layers on other ranks, so this one would be "
-            "wrong; use the distributed model for inference only, under torch.no_grad()."
-        )
+def _refuse_gradient(gradient: torch.Tensor) -> None:
+    raise DrumlineError(
+        "rank 0: no gradient comes back from layers on other ranks, so this one would be "
+        "wrong; use the distributed model for inference only, under torch.no_grad()."
+    )

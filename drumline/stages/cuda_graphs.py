@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drumline.contact.cache_layers import counts_in_python, is_filled, tensors_of
-from drumline.core.pytree import integer_kinds, iter_leaves
+from drumline.core.pytree import integer_kinds, iter_nodes
 from drumline.stages.program import NOTHING, StageRoute, StageStep
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ class ProgramInfo:
         self.name = f"{steps[0].module} to {steps[-1].module}"
         self.hidden_at = route.arriving.index(steps[0].slots[0])
         self.caches_at = sorted({at for step in steps for at in _caches_at(step)})
-        kinds = {leaf[0] for step in steps for leaf in iter_leaves(step.arguments)}
+        kinds = {kind for step in steps for kind, *_ in iter_nodes(step.arguments)}
         self.why_not_capturable = "" if self.caches_at else "they have no cache"
         if kinds & {"pair", "shared"}:
             self.why_not_capturable = "they read what an encoder or a layer has left in Python"
