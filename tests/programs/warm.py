@@ -6,6 +6,7 @@ processes needs several of them. Run as a program, this file is the parent that 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from pathlib import Path
 
 from launcher import target
@@ -36,6 +38,7 @@ IMPORTS = (
     "drumline",
     "drumline.cli.generate",
 )
+UNDER_TEST = ("launcher", "coordinator", "communicator", "drumline")
 REQUEST_BYTES = 1 << 17
 HOST = "/proc/self/ns/net"
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000  # of sched.h
@@ -174,7 +177,8 @@ def _address(pid: int) -> str:
 
 def prepare() -> None:
     """Import what tests need, with no thread of OpenBLAS: what has threads must not fork."""
-    environ = dict(os.environ)
+    environ, before, shared = dict(os.environ), {*sys.modules}, []
+    atexit.register(keep, shared)  # before the handlers of all others, so it runs after them
     os.environ["OMP_NUM_THREADS"] = "1"
     for name in IMPORTS:
         importlib.import_module(name)
@@ -184,8 +188,27 @@ def prepare() -> None:
     os.environ.clear()
     os.environ.update(environ)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"
+    shared += [
+        name for name in {*sys.modules} - before if name.partition(".")[0] not in UNDER_TEST
+    ]
+    for finalizer in weakref.finalize._registry:
+        finalizer.atexit = False  # of torch's tables of operators
+    libc = ctypes.CDLL(None)
+    for end in (libc._exit, libc.fcloseall):  # the last of them comes first
+        libc.on_exit(end, None)
     gc.collect()
     gc.freeze()  # what is never collected is never written to, so its pages stay shared
+
+
+def keep(shared: list[str]) -> None:
+    """Have the end of Python free what a process has made, and not the modules that it shares.
+
+    To take torch and transformers apart would write to most pages that processes share, which is
+    ten times the work of a process that does little. prepare() leaves out the end of their
+    libraries, too; libraries that a process has loaded itself end as ever.
+    """
+    modules = [sys.modules.pop(name, None) for name in shared]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules))
 
 
 def serve(door: socket.socket) -> list[str]:
