@@ -19,7 +19,8 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 @pytest.fixture(scope="module")
 def plain(checkpoints):
     """The model in this process, and its folder with a tokenizer of 64 words."""
-    model, path = checkpoints.llama()
+    config = {**LLAMA, "num_hidden_layers": 2}
+    model, path = checkpoints.make("llama with words", "LlamaForCausalLM", **config)
     names = ["nothing", "begin", "end", *map(str, range(3, 64))]
     words = Tokenizer(models.WordLevel({n: i for i, n in enumerate(names)}, unk_token="nothing"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
