@@ -117,9 +117,9 @@ def show_plan(
         checkpoint = describe_checkpoint(folder, request)
         _, model, weights = sized_model(checkpoint, request)
     config, kind, torch_dtype = checkpoint.config, checkpoint.kind, checkpoint.dtype
-    for_tokens = token_memory(kind, config, torch_dtype, weights, batch, length)
-    is_whole = not is_chunked(config, length, len(memory))
-    profile = with_tokens(weights, for_tokens, is_whole)
+    whole_on = "" if is_chunked(config, length, len(memory)) else "cpu"
+    for_tokens = token_memory(kind, config, torch_dtype, weights, batch, length, whole_on)
+    profile = with_tokens(weights, for_tokens)
     free_nbytes = {(rank, "cpu"): nbytes(size) for rank, size in enumerate(memory)}
     bandwidth = bandwidth or [DEFAULT_BANDWIDTH] * len(memory)
     hop = LinkSpeed(hop_us * 1e-6, nbytes(link) if link else math.inf)

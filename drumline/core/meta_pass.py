@@ -7,6 +7,7 @@ print(shapes.num_calls, live.peak_nbytes)
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable
@@ -37,6 +38,22 @@ def _selected(condition: Tensor, *rest: Any, **options: Any) -> Any:
 def _attention_output(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
     """Of attention, the result alone, since kernels keep no scores; on meta torch would."""
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
+def _whole_attention(
+    is_on_cpu: bool, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
+) -> Tensor:
+    """Of attention over all tokens at once, the result, with the scores where no kernel of torch
+    computes it: none takes keys of fewer heads unless it is told of them, and that of the CPU none
+    of another width than the values."""
+    num_heads, widths = ({t.shape[dim] for t in (query, key, value)} for dim in (-3, -1))
+    is_mixed = len(num_heads) > 1 and not options.get("enable_gqa")
+    if is_mixed or (is_on_cpu and len(widths) > 1):
+        return functional.scaled_dot_product_attention(query, key, value, *rest, **options)
+    mask = rest[0] if rest else options.get("attn_mask")
+    if mask is not None and mask.dtype == torch.bool:
+        torch.empty_like(mask, dtype=query.dtype)  # kernels add numbers
+    return _attention_output(query, key, value)
 
 
 def _split(tensor: Tensor, sizes: Any, dim: int = 0) -> Any:
@@ -121,11 +138,16 @@ class MetaPass(TorchFunctionMode):
     """Lets models run on meta, in this thread and within the block, which ask for values too.
 
     num_calls: of functions of torch. Raises TooManyCalls beyond `limit`.
+    whole_on: the kind of device on which attention computes all of its scores at once; none where
+        it does so in parts, which are small.
     """
 
-    def __init__(self, limit: float = math.inf) -> None:
+    def __init__(self, limit: float = math.inf, whole_on: str = "") -> None:
         super().__init__()
-        self.num_calls, self.limit = 0, limit
+        self.num_calls, self.limit, self.answers = 0, limit, ANSWERS
+        if whole_on:
+            whole = functools.partial(_whole_attention, whole_on == "cpu")
+            self.answers = {**ANSWERS, functional.scaled_dot_product_attention: whole}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -133,7 +155,7 @@ class MetaPass(TorchFunctionMode):
         self.num_calls += 1
         if self.num_calls > self.limit:
             raise TooManyCalls
-        answer = ANSWERS.get(func)
+        answer = self.answers.get(func)
         if answer is not None and args and isinstance(args[0], Tensor) and args[0].is_meta:
             return answer(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -44,15 +44,14 @@ class TokenMemory:
     """Bytes by part of a model, for a number of sequences with a number of tokens each.
 
     kept: from pass to pass, as keys and values, latents or states. active: at most, while the part
-        runs over all of these tokens at once, with its result. masks: beside that, where a pass
-        over all of them takes a mask. error: why nothing is known.
+        runs over all of these tokens at once, with its result and what those before have left.
+    error: why nothing is known.
     num_calls, prompt_calls: no bytes, but of functions of torch, in the pass of one token that
         follows them, and in theirs.
     """
 
     kept: dict[str, int] = field(default_factory=dict)
     active: dict[str, int] = field(default_factory=dict)
-    masks: dict[str, int] = field(default_factory=dict)
     num_calls: dict[str, int] = field(default_factory=dict)
     prompt_calls: dict[str, int] = field(default_factory=dict)
     error: str = ""
@@ -79,9 +78,18 @@ class _Key:
 
 
 def token_memory(
-    kind: type[Any], config: Any, dtype: torch.dtype, parts: ModelProfile, batch: int, length: int
+    kind: type[Any],
+    config: Any,
+    dtype: torch.dtype,
+    parts: ModelProfile,
+    batch: int,
+    length: int,
+    whole_on: str = "",
 ) -> TokenMemory:
     """The memory that `batch` times `length` tokens take in each part of a model.
+
+    whole_on: the kind of device where a prompt is one pass; none if it is several over parts of it,
+    whose masks and scores are small.
 
     A quantized model keeps what it keeps with plain weights. A model that loops over tokens runs
     over fewer of them, and what it needs is taken to grow by as much from token to token.
@@ -90,7 +98,7 @@ def token_memory(
         return TokenMemory()
     config = without_quantization(config)
     key = _Key(kind, config.to_json_string() + implementations_of(config), config)
-    return _remembered(key, dtype, _names(parts), batch, length)
+    return _remembered(key, dtype, _names(parts), batch, length, whole_on)
 
 
 def _names(parts: ModelProfile) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -105,12 +113,13 @@ def _remembered(
     names: tuple[tuple[str, ...], tuple[str, ...]],
     batch: int,
     length: int,
+    whole_on: str,
 ) -> TokenMemory:
     try:
         model = build_on_meta(key.kind, key.config, dtype).eval()
     except CheckpointError as error:
         return TokenMemory(error=str(error))
-    return _measured(model, names, batch, length)
+    return _measured(model, names, batch, length, whole_on)
 
 
 def shared_token_memory(
@@ -129,21 +138,19 @@ def shared_token_memory(
     return memory
 
 
-def memory_of_model(model: nn.Module, parts: ModelProfile, batch: int, length: int) -> TokenMemory:
+def memory_of_model(
+    model: nn.Module, parts: ModelProfile, batch: int, length: int, whole_on: str
+) -> TokenMemory:
     """As token_memory, for a model that is on meta already, which may be a shard of one."""
-    return _measured(model, _names(parts), batch, length)
+    return _measured(model, _names(parts), batch, length, whole_on)
 
 
-def with_tokens(parts: ModelProfile, memory: TokenMemory, is_whole: bool = False) -> ModelProfile:
+def with_tokens(parts: ModelProfile, memory: TokenMemory) -> ModelProfile:
     """The profile with what a pass takes: caches, logits in the part that makes them, and for each
-    place the workspace of a layer.
-
-    is_whole: a prompt is one pass, and not several over parts of it, whose masks are small.
-    """
+    place the workspace of a layer."""
 
     def active(part: ModulePart) -> int:
-        mask_nbytes = memory.masks.get(part.name, 0) if is_whole else 0
-        return memory.active.get(part.name, 0) + mask_nbytes + part.unpacked_nbytes
+        return memory.active.get(part.name, 0) + part.unpacked_nbytes
 
     workspace = max(map(active, parts.layers), default=0)
 
@@ -176,10 +183,14 @@ def with_calls(parts: ModelProfile, num_calls: Mapping[str, int]) -> ModelProfil
 
 
 def _measured(
-    model: nn.Module, names: tuple[tuple[str, ...], tuple[str, ...]], batch: int, length: int
+    model: nn.Module,
+    names: tuple[tuple[str, ...], tuple[str, ...]],
+    batch: int,
+    length: int,
+    whole_on: str,
 ) -> TokenMemory:
     try:
-        return _run(_Passes(model, *names, batch), length)
+        return _run(_Passes(model, *names, batch, whole_on), length)
     except Exception as error:  # of the model's own code, which has nothing to compute with
         return TokenMemory(error=f"{type(error).__name__}: {error!s:.300}")
 
@@ -189,7 +200,7 @@ def _run(passes: _Passes, length: int) -> TokenMemory:
     num_calls = passes.calls_of_next(short)
     try:
         last = passes.run(length, limit=GROWTH * short.shapes.num_calls)
-        return TokenMemory(last.kept, last.active, last.masks, num_calls, last.num_calls)
+        return TokenMemory(last.kept, last.active, num_calls, last.num_calls)
     except TooManyCalls:
         longer = passes.run(LONGER)
     kept, active, calls = {}, {}, {}
@@ -198,7 +209,7 @@ def _run(passes: _Passes, length: int) -> TokenMemory:
         kept[name] = _grown(short.kept[name], longer.kept[name], num_kept)
         active[name] = _grown(short.active[name], longer.active[name], length)
         calls[name] = _grown(short.num_calls[name], longer.num_calls[name], length)
-    return TokenMemory(kept, active, {}, num_calls, calls)
+    return TokenMemory(kept, active, num_calls, calls)
 
 
 def _grown(short: int, longer: int, num_tokens: int) -> int:
@@ -209,8 +220,15 @@ def _grown(short: int, longer: int, num_tokens: int) -> int:
 class _Passes:
     """Passes of a model, whose parts are watched."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[str], others: Sequence[str], batch: int):
-        self.model, self.batch, self.layers = model, batch, layers
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[str],
+        others: Sequence[str],
+        batch: int,
+        whole_on: str,
+    ):
+        self.model, self.batch, self.layers, self.whole_on = model, batch, layers, whole_on
         self.names = (*layers, *others)
         modules = dict(model.named_modules())
         self.modules = {name: modules[name] for name in self.names if name in modules}
@@ -232,7 +250,7 @@ class _Passes:
         states: of the pass before it.
         """
         inputs = {**text_inputs(self.model, self.batch, length), **(states or {})}
-        watch = _WatchedPass(self.names, limit)
+        watch = _WatchedPass(self.names, self.own_before, limit, self.whole_on)
         with contextlib.ExitStack() as stack:
             for name, module in self.modules.items():
                 watch.hook(name, module, stack)
@@ -240,8 +258,6 @@ class _Passes:
             stack.enter_context(watch.live)
             stack.enter_context(watch.shapes)
             output = self.model(**inputs)
-        for name, module in self.modules.items():
-            watch.kept[name] += _own_nbytes(module) - self.own_before[name]
         states = {n: value for n, value in output.items() if not isinstance(value, torch.Tensor)}
         watch.states = states
         rest = max(0, _nbytes(states) - sum(watch.nbytes_by_layer.values()))
@@ -253,31 +269,34 @@ class _Passes:
 class _WatchedPass:
     """One pass, in which it is seen by how much each part lets caches grow, and what is live.
 
-    windows: the tokens that a part keeps at most, where it keeps a window of them. states: what the
-        model is given for the next pass.
+    own_nbytes: of tensors that each part has as attributes. windows: the tokens that a part keeps
+        at most, where it keeps a window of them. states: what the model is given for the next pass.
     """
 
-    def __init__(self, names: Sequence[str], limit: float):
-        self.shapes, self.live = MetaPass(limit), LiveMemory()
-        self.kept, self.active, self.masks, self.num_calls = (
-            dict.fromkeys(names, 0) for _ in range(4)
-        )
+    def __init__(
+        self, names: Sequence[str], own_nbytes: Mapping[str, int], limit: float, whole_on: str
+    ):
+        self.shapes, self.live = MetaPass(limit, whole_on), LiveMemory()
+        self.kept, self.active, self.num_calls = (dict.fromkeys(names, 0) for _ in range(3))
+        self.own_nbytes, self.is_whole = dict(own_nbytes), bool(whole_on)
         self.windows: dict[str, float] = {}
         self.states: dict[str, Any] = {}
         self.nbytes_by_layer: dict[int, int] = {}
-        self._live_before = self._calls_before = 0
+        self._kept_before = self._calls_before = 0
 
     def hook(self, name: str, module: nn.Module, stack: contextlib.ExitStack) -> None:
         def before(*_: Any) -> None:
-            live = self.live
-            self._live_before = live.peak_nbytes = live.nbytes
+            self.live.peak_nbytes = self.live.nbytes
+            self._kept_before = sum(self.kept.values())
             self._calls_before = self.shapes.num_calls
 
         def after(_: Any, args: Any, options: dict[str, Any], __: Any) -> None:
-            live = self.live
-            self.active[name] = max(self.active[name], live.peak_nbytes - self._live_before)
             self.num_calls[name] += self.shapes.num_calls - self._calls_before
-            self.masks[name] = max(self.masks[name], _masks_nbytes([args, options]))
+            beside = self._kept_before + (0 if self.is_whole else _masks_nbytes([args, options]))
+            self.active[name] = max(self.active[name], self.live.peak_nbytes - beside)
+            own_nbytes = _own_nbytes(module)
+            self.kept[name] += own_nbytes - self.own_nbytes[name]
+            self.own_nbytes[name] = own_nbytes
             for cache in caches.iter_caches([args, options]):
                 self._look(name, cache)
 
@@ -298,12 +317,14 @@ class _WatchedPass:
 
 
 def _masks_nbytes(values: Any) -> int:
-    """The bytes of masks that a part is given, and of the numbers that torch makes of bools."""
+    """The bytes of masks that a part is given."""
     tensors = [leaf for leaf in torch_private.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-    itemsize = max((t.itemsize for t in tensors if t.is_floating_point()), default=0)
-    masks = [t for t in tensors if t.dim() == 4 and t.shape[-1] == t.shape[-2]]
-    num_bools = sum(mask.numel() for mask in masks if mask.dtype == torch.bool)
-    return sum(mask.untyped_storage().nbytes() for mask in masks) + itemsize * num_bools
+    storages = [
+        mask.untyped_storage()
+        for mask in tensors
+        if mask.dim() == 4 and mask.shape[-1] == mask.shape[-2]
+    ]
+    return sum(storage.nbytes() for storage in storages)
 
 
 def _nbytes(state: Any) -> int:

@@ -40,6 +40,7 @@ from drumline.stages.stage import Stage
 from drumline.stages.stage_weights import LoadedStage
 from drumline.stages.tp_stage import StageGroup, TpDriverRing, TpRing
 from drumline.strategies.opening import open_for_mesh
+from drumline.strategies.plan_inputs import where_prompts_are_whole
 from drumline.strategies.serve_stage import (
     open_message_communicator,
     open_ring_communicators,
@@ -138,12 +139,13 @@ def _plan(coor: Coordinator, mesh: Mesh, sharded: ShardedModel, options: LoadOpt
     shrink(sharded.model, sharded.splits, mesh, 0)
     model = sharded.model
     parts = profile_model(model, stored=stored_ties(model, sharded.files.index))
+    free_nbytes = _free_nbytes_by_stage(coor, mesh, sharded.device, options.max_memory)
     if options.length:
-        sizes = (options.pass_batch, options.length)
+        whole_on = where_prompts_are_whole(model.config, options, free_nbytes, len(free_nbytes))
+        sizes = (options.pass_batch, options.length, whole_on)
         measured = functools.partial(memory_of_model, model, parts, *sizes)
         memory = shared_token_memory(coor, type(model), measured)
         parts = with_tokens(parts, memory.of_batch(options.batch, options.pass_batch))
-    free_nbytes = _free_nbytes_by_stage(coor, mesh, sharded.device, options.max_memory)
     device_map: DeviceMap = run_on_all_ranks(coor, lambda: plan(parts, free_nbytes, mode))
     check_same_on_all_ranks(coor, {"plan": device_map.to_json(), **model_facts(model, model.dtype)})
     if disk := [name for name, (_, device) in device_map.places.items() if device == "disk"]:

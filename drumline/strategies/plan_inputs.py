@@ -7,7 +7,7 @@ device_map = inputs.plan("auto")
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from drumline.contact.loading.configs import (
     without_quantization,
 )
 from drumline.core.consistency import run_on_all_ranks
-from drumline.core.device_map import DeviceMap, ModelProfile, Place
+from drumline.core.device_map import DeviceMap, ModelProfile, Place, offload_level
 from drumline.errors import CheckpointError
 from drumline.pipeline import microbatch
 from drumline.planner import model_profile
@@ -81,27 +81,39 @@ def collect_plan_inputs(coor: Coordinator, path: str | Path, options: LoadOption
     checkpoint = replace(checkpoint, files=files)
     _check_is_stored(checkpoint, model)
     implementations, free_nbytes = dict(options.rest), allowed_memory(coor, options.max_memory)
-    devices = {device for _, device in free_nbytes}
-    scale = 1 if devices == {"cpu"} else microbatch.ACCELERATED
-    is_chunked = "disk" not in devices and microbatch.is_chunked(
-        checkpoint.config, options.length, coor.world_size, scale
-    )
-    if is_chunked:
+    whole_on = where_prompts_are_whole(checkpoint.config, options, free_nbytes, coor.world_size)
+    if not (whole_on or options.pass_tokens):
         # Of the scores of a prompt in chunks no attention has many at once.
         implementations["attn_implementation"] = attention_of(checkpoint.config)
     config = with_implementations(checkpoint.config, implementations)
 
     def measure() -> TokenMemory:
-        sizes = dtype, parts, options.pass_batch, options.length
+        sizes = dtype, parts, options.pass_batch, options.length, whole_on
         memory = token_memory(checkpoint.kind, config, *sizes)
         # Some kernels do not run without values; what they keep is what others keep.
         return token_memory(checkpoint.kind, checkpoint.config, *sizes) if memory.error else memory
 
     memory = shared_token_memory(coor, checkpoint.kind, measure)
     memory = memory.of_batch(options.batch, options.pass_batch)
-    parts = with_tokens(parts, memory, is_whole=not (is_chunked or options.pass_tokens))
+    parts = with_tokens(parts, memory)
     step = PassShape(options.batch, model_profile.hidden_width(config), dtype.itemsize)
     return PlanInputs(checkpoint, parts, free_nbytes, step)
+
+
+def where_prompts_are_whole(
+    config: Any, options: LoadOptions, places: Collection[Place], num_stages: int
+) -> str:
+    """The kind of device on which a prompt is one pass, the CPU if it is for any of the stages;
+    none where a prompt is several passes over parts of it."""
+    devices = {device for _, device in places}
+    scale = 1 if devices == {"cpu"} else microbatch.ACCELERATED
+    is_chunked = "disk" not in devices and microbatch.is_chunked(
+        config, options.length, num_stages, scale
+    )
+    if is_chunked or options.pass_tokens:
+        return ""
+    running = {place[1] for place in places if not offload_level(place, places)}
+    return "cpu" if "cpu" in running else "accelerator"
 
 
 def _check_is_stored(checkpoint: Checkpoint, model: Any) -> None:

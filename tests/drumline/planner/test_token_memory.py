@@ -264,6 +264,61 @@ def test_the_attention_that_is_asked_for_is_planned(checkpoints):
     assert workspace(attn_implementation="flex_attention") == workspace()
 
 
+HEADS = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+SCORES = {
+    "keys of one head": ("FalconForCausalLM", {"multi_query": True}),
+    "values narrower than keys": (
+        "DeepseekV3ForCausalLM",
+        {
+            "intermediate_size": 64,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
+    "scores that a layer returns": (
+        "RemBertForCausalLM",
+        {
+            "is_decoder": True,
+            "intermediate_size": 64,
+            "input_embedding_size": 16,
+            "output_embedding_size": 16,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    "kernels": ("LlamaForCausalLM", {"intermediate_size": 64}),
+}
+
+
+@pytest.mark.parametrize("case", SCORES)
+@torch.no_grad()
+def test_a_prompt_on_a_cpu_is_planned_with_the_scores_that_it_keeps(case):
+    """Falcon's and DeepSeek's were not counted, of which no kernel of the CPU takes the heads; and
+    what the layer before had returned was not."""
+    name, fields = SCORES[case]
+    kind = getattr(transformers, name)
+    config = kind.config_class(**HEADS | fields)
+    parts = profile_model(build_on_meta(kind, config, torch.float32))
+    model, ids = kind(config).eval(), torch.ones(1, 512, dtype=torch.long)
+    memory = token_memory(kind, config, torch.float32, parts, 1, 512, "cpu")
+    with LiveMemory() as live:
+        model(ids, use_cache=True)
+    planned = max(memory.active.values()) + sum(memory.kept.values())
+    assert 0.8 * live.peak_nbytes < planned < 1.3 * live.peak_nbytes
+    in_parts = token_memory(kind, config, torch.float32, parts, 1, 512)
+    if case not in ("kernels", "scores that a layer returns"):
+        assert max(in_parts.active.values()) < 0.5 * max(memory.active.values())
+
+
 @torch.no_grad()
 def test_masks_of_windows_are_planned_where_a_prompt_is_one_pass(tmp_path):
     """A model of 1 MiB took 620 MiB for two prompts of 8192 tokens, and 70 were planned."""

@@ -151,6 +151,21 @@ def test_a_head_that_was_trained_apart_is_planned_as_large_as_it_is_loaded(famil
     assert sizes[0] == sizes[1]
 
 
+def test_a_stage_of_tp_groups_is_planned_with_the_masks_of_a_prompt(checkpoints):
+    """They were left out, 7 MiB here beside a model of 50 KiB."""
+    sizes = {**SIZES, "sliding_window": 16}
+    _, path = checkpoints.make("group with a window", "MistralForCausalLM", **sizes)
+    options = {
+        "tp": 2,
+        "device_map": "auto",
+        "batch": 1,
+        "length": 1000,
+        "max_memory": ["5MiB"] * 4,
+    }
+    with pytest.raises(LaunchError, match="as workspace"):
+        on_master(path, 4, said, **options)
+
+
 def test_stages_without_tensor_parallelism_are_tp_groups_of_one(family):
     plain, path = family("tied")
     same(on_master(path, 2, said, mesh={"pp": 2}), plain)
