@@ -122,14 +122,14 @@ def read_index(path: str | Path, warns: bool = False) -> dict[str, StoredTensor]
     folder = Path(path)
     chosen = _chosen_file(folder) if os.path.isdir(folder) else None
     listed: dict[str, str] = {}
-    files = [] if chosen is None else [chosen]
+    names = [] if chosen is None else [chosen.name]
     if chosen is not None and chosen.suffix == ".json":
         listed = _listing(chosen)
-        files = [folder / name for name in sorted(set(listed.values()))]
-    files = files or _files(folder)
-    pairs = [pair for file in files for pair in _header(file)]
+        names = sorted(set(listed.values()))
+    names = names or [file.name for file in _files(folder)]
+    pairs = [pair for name in names for pair in _header(folder, name)]
     if not listed:
-        if len(files) > 1:
+        if len(names) > 1:
             _check_distinct(folder, pairs)
         return dict(pairs)
     index = {name: stored for name, stored in pairs if listed.get(name) == stored.file}
@@ -153,7 +153,7 @@ def _chosen_file(folder: Path) -> Path | None:
     named: Any = read_json(config).get("transformers_weights") if config.is_file() else None
     if named is not None:
         file = folder / str(named)
-        if not _is_file_name(named) or not file.exists():
+        if not _is_inside(named) or "/" in named or not file.exists():
             raise CheckpointError(
                 f"{config} has transformers_weights={named!r:.99}, which is not a file beside it, "
                 "so it is unknown where the weights are; copy the checkpoint again."
@@ -178,10 +178,10 @@ def _listing(listing: Path) -> dict[str, str]:
     files: Any = read_json(listing).get("weight_map")
     is_map = isinstance(files, dict) and {*map(type, files.values())} <= {str}
     names = {*files.values()} if is_map else {""}
-    if not all(map(_is_file_name, names)):
+    if not all(map(_is_inside, names)):
         raise CheckpointError(
-            f"{listing} has no weight_map from names of tensors to names of files beside it, so "
-            "the files are unknown; copy it again."
+            f"{listing} has no weight_map from names of tensors to names of files in its folder, "
+            "so the files are unknown; copy it again."
         )
     try:
         SAFETENSORS["number of files"].check(len(names), "weight_map")
@@ -190,8 +190,9 @@ def _listing(listing: Path) -> dict[str, str]:
     return dict(files)
 
 
-def _is_file_name(name: Any) -> bool:
-    return isinstance(name, str) and "/" not in name and name not in ("", ".", "..")
+def _is_inside(name: Any) -> bool:
+    """True for the name of a file in a folder, or in one within, which leads to no other place."""
+    return isinstance(name, str) and {*name.split("/")}.isdisjoint(("", ".", ".."))
 
 
 def _files(folder: Path) -> list[Path]:
@@ -213,7 +214,8 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+def _header(path: Path, file_name: str) -> Iterator[tuple[str, StoredTensor]]:
+    file = path_of(path, file_name)
     try:
         check_regular_file(file)
         with file.open("rb") as stream:
@@ -232,7 +234,7 @@ def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
             if begin != last:
                 raise ValueError(f"{name} does not begin where the one before it ends")
             last = end
-            stored = StoredTensor(file.name, 8 + length + begin, dtype, shape, written)
+            stored = StoredTensor(file_name, 8 + length + begin, dtype, shape, written)
             if end - begin != stored.nbytes or 8 + length + end > size:
                 raise ValueError(f"{name} does not fit into the file of {size} bytes")
             yield name, stored

@@ -335,6 +335,8 @@ LISTINGS = [
     '{"weight_map": {"first": null, "second": "model.safetensors"}}',
     '{"weight_map": [["first", "model.safetensors"]]}',
     '{"weight_map": {"first": "../model.safetensors"}}',
+    '{"weight_map": {"first": "parts/../../model.safetensors"}}',
+    '{"weight_map": {"first": "parts//model.safetensors"}}',
     '{"weight_map": {"first": ".."}}',  # the folder above was named, and not the index
     '{"weight_map": {"first": "/dev/zero"}}',
     100_000 * "[",

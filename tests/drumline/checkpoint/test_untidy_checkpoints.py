@@ -86,8 +86,19 @@ def with_labels(folder):
     configured(folder, label2id=labels, id2label={number: n for n, number in labels.items()})
 
 
+def in_a_subfolder(folder):
+    listing, files = files_of(folder)
+    (folder / "parts" / "all").mkdir(parents=True)
+    for file in files[1:]:
+        file.rename(folder / "parts" / "all" / file.name)
+    for name, file in listing["weight_map"].items():
+        if file != files[0].name:
+            listing["weight_map"][name] = f"parts/all/{file}"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(listing))
+
+
 DAMAGES = [stale_copy, unlisted, surplus, under_two_names, without_architectures, with_an_old_name]
-DAMAGES += [with_labels]
+DAMAGES += [with_labels, in_a_subfolder]
 
 
 @pytest.mark.parametrize("change", DAMAGES)
