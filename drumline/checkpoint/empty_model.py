@@ -124,6 +124,9 @@ def _check(path: str | Path, report: Mapping[str, Any], index: Index) -> None:
         if keys:
             stored_keys = [(key, index.get(key)) for key in sorted(keys)[:5]]
             places = [f"{key} in {stored.file}" if stored else key for key, stored in stored_keys]
+            endings = tuple(f".{key}" for key, _ in stored_keys)
+            longer = [name for name in index if kind == "missing" and name.endswith(endings)]
+            places += [f"but there is {name}" for name in longer[:1]]
             raise CheckpointError(
                 f"{path}: {len(keys)} tensors are {kind} ({', '.join(places)}), so the model would "
                 "not be the one that was saved; give the checkpoint that belongs to its "

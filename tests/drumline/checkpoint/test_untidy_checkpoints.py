@@ -184,6 +184,15 @@ def test_what_is_ignored_is_one_line_and_what_is_surplus_the_report_of_transform
     assert re.search(r"^norm\.weight .*UNEXPECTED", report, re.MULTILINE)
 
 
+def test_a_tensor_that_is_missing_is_told_with_one_of_a_longer_name(checkpoints, tmp_path):
+    """As those of a model in DistributedDataParallel, of which none of the names was told."""
+    checkpoints.llama()[0].save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({f"module.{name}": t for name, t in load_file(file).items()}, file, {"format": "pt"})
+    with pytest.raises(drumline.CheckpointError, match=r"missing .* but there is module\.lm_head"):
+        drumline.load(tmp_path)
+
+
 def test_plan_takes_it_too(folder, capsys):
     for change in DAMAGES:
         change(folder)
