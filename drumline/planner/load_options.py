@@ -16,11 +16,8 @@ from drumline.errors import PlanError
 from drumline.planner.cost_model import DeviceSpeeds
 from drumline.planner.memory import Memory
 
-NOT_APPLIED = (
-    *("subfolder", "variant", "key_mapping", "state_dict"),
-    *("ignore_mismatched_sizes", "output_loading_info"),
-)
-"""Options of from_pretrained that choose other weights, or return more than the model."""
+NOT_APPLIED = ("subfolder", "variant", "key_mapping", "state_dict", "ignore_mismatched_sizes")
+"""Options of from_pretrained that choose other weights."""
 
 
 WHOLE, SHARDED, BOTH = "whole layers", "sharded layers", "stages of sharded layers"
@@ -124,7 +121,11 @@ class LoadOptions:
                 "from_pretrained; leave it out, give a config with it as config=, or, if it says "
                 "how to quantize, a quantization_config=."
             )
-
+        if self.rest.get("output_loading_info"):
+            raise PlanError(
+                "load() returns the model alone, and output_loading_info=True asks for a report as "
+                "well; leave it out: tensors that are missing or of another shape are an error."
+            )
         if unapplied := [name for name in NOT_APPLIED if self.rest.get(name)]:
             raise PlanError(
                 f"load() does not apply {unapplied[0]}={self.rest[unapplied[0]]!r:.99}, so the "

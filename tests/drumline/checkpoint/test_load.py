@@ -648,6 +648,7 @@ def test_a_field_that_one_rank_lacks_differs_from_one_that_is_null(ranks_or_erro
         ({"subfolder": "other"}, "does not apply subfolder='other'"),
         ({"variant": "fp16", "tp": 2}, "does not apply variant='fp16'"),
         ({"ignore_mismatched_sizes": True}, "does not apply ignore_mismatched_sizes=True"),
+        ({"output_loading_info": True}, "output_loading_info=True asks for a report"),
         ({"device_map": 0}, "device_map=0"),
         ({"device_map": torch.device("cpu")}, "device_map=device(type='cpu')"),
         ({"device_map": ""}, "device_map=''"),
