@@ -32,11 +32,11 @@ def place_of(value: Any, places: Iterable[Place], setting: str) -> Place:
 
     places: of all ranks. setting: what has the value, for the PlanError if it means none.
     """
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         return next((place for place in places if place[0] == value), (value, "cpu"))
     try:
         rank, device = (0, value) if isinstance(value, str) else value
-        if DEVICE.fullmatch(str(device)):
+        if DEVICE.fullmatch(str(device)) and not isinstance(rank, bool):
             return operator.index(rank), str(device)
     except (TypeError, ValueError):
         pass

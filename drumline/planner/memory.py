@@ -123,7 +123,15 @@ def limit_memory(free_nbytes: Mapping[Place, int], max_memory: Memory | None) ->
     if isinstance(max_memory, str) or not isinstance(max_memory, (Mapping, Sequence)):
         raise PlanError(f"max_memory={max_memory!r} names no place; give a dict or a list by rank.")
     pairs = max_memory.items() if isinstance(max_memory, Mapping) else enumerate(max_memory)
-    limits = {place_of(key, free_nbytes, "max_memory"): nbytes(value) for key, value in pairs}
+    limits: dict[Place, int] = {}
+    for key, value in pairs:
+        place = place_of(key, free_nbytes, "max_memory")
+        if place in limits:
+            raise PlanError(
+                f"max_memory names {place} twice, the second time as {key!r:.99}, so it is unknown "
+                "which size is meant; leave one of them out."
+            )
+        limits[place] = nbytes(value)
     ranks = {rank for rank, _ in free_nbytes}
     unknown = sorted({rank for rank, _ in limits} - ranks)
     if unknown:

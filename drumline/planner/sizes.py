@@ -15,7 +15,7 @@ MAX_NBYTES = 1 << 63
 
 def nbytes(size: int | str) -> int:
     """2 GiB as a number, from a number or "2GiB" (1024) or "2GB" (1000)."""
-    if isinstance(size, int) and 0 <= size < MAX_NBYTES:
+    if isinstance(size, int) and not isinstance(size, bool) and 0 <= size < MAX_NBYTES:
         return size
     match = isinstance(size, str) and SIZE.fullmatch(size)
     if not match:

@@ -106,12 +106,14 @@ def test_accelerators_come_before_the_cpu_of_their_rank(ranks, monkeypatch):
     [
         *({0: size} for size in (None, 1.5, -1, 10**400, "9" * 400, "9" * 5000, "1e9", b"1", [1])),
         *({place: 1} for place in (None, (0,), (), (0, "cpu", 2), ("x", "cpu"), (0.5, "cpu"), 1.5)),
-        *({place: 1} for place in ("", "cuda:x", "cuda:²", (0, None))),
+        *({place: 1} for place in ("", "cuda:x", "cuda:²", (0, None), True, (False, "cpu"))),
+        *({0: True}, {0: 1, "cpu": 2}, {(0, "cpu"): 1, 0: 2}),
         *("8GiB", 5),
     ],
 )
 def test_limits_that_are_none_are_an_error_of_the_plan(limits):
-    """They raised what Python's readers do, and a third part of a place was dropped."""
+    """They raised what Python's readers do, and a third part of a place was dropped; True was rank
+    1, and of two sizes for a place one was."""
     with pytest.raises(drumline.PlanError, match=r"max_memory|is not a size"):
         memory.limit_memory({(0, "cpu"): 10}, limits)
 
