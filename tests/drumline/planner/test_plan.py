@@ -7,6 +7,7 @@ import json
 import math
 
 import pytest
+from accelerate.utils import convert_file_size_to_int
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -249,6 +250,11 @@ def test_neighbouring_layers_are_abbreviated():
 )
 def test_sizes_are_numbers_or_text(size, expected):
     assert nbytes(size) == expected
+
+
+@pytest.mark.parametrize("size", ["8Gb", "8gb", "8GB", "8Gib", "1.5Mb", "8kb", "8GIB"])
+def test_a_size_in_bits_is_what_accelerate_takes_it_for(size):
+    assert nbytes(size) == convert_file_size_to_int(size)
 
 
 def test_a_size_that_is_none_is_refused():
