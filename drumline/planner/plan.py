@@ -369,11 +369,14 @@ class _Planner:
             missing = f"{total - free} bytes ({format_nbytes(total - free)}) are missing in all"
         else:
             missing = f"the sum would do, but {self._shortage()}"
-        if self.model.workspace_nbytes:
-            missing += f"; each place needs {self.model.workspace_nbytes} bytes more as workspace"
+        workspace_nbytes, advice = self.model.workspace_nbytes, "Add a rank, raise max_memory"
+        if workspace_nbytes:
+            missing += f"; each place needs {workspace_nbytes} bytes more as workspace"
+        if workspace_nbytes > max(self.free_nbytes[place] for place in self.near):
+            advice = "Raise max_memory, plan for fewer tokens at a time"
         return PlanError(
             f"the model needs {total} bytes ({format_nbytes(total)}) and the places have {free} "
-            f"bytes ({_free_text(self.free_nbytes)}): {missing}. Add a rank, raise max_memory, or "
+            f"bytes ({_free_text(self.free_nbytes)}): {missing}. {advice}, or "
             "load with a smaller dtype."
         )
 

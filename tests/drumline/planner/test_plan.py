@@ -178,6 +178,16 @@ def test_a_model_that_is_too_large_is_refused_with_the_bytes_that_are_missing():
         plan(LLAMA, {(0, "cpu"): 300, (1, "cpu"): 200})
 
 
+def test_another_rank_is_not_the_advice_where_a_workspace_fits_on_none():
+    model = dataclasses.replace(LLAMA, workspace_nbytes=2000)
+    sizes = {(0, "cpu"): 1500, (1, "cpu"): 900}
+    with pytest.raises(PlanError, match="plan for fewer tokens at a time") as raised:
+        plan(model, sizes)
+    assert "Add a rank" not in str(raised.value)
+    with pytest.raises(PlanError, match="Add a rank"):
+        plan(model, {(0, "cpu"): 2001})
+
+
 def test_layers_that_fit_into_no_rest_are_refused_with_their_size():
     with pytest.raises(PlanError, match=r"ranks 1-9 cpu: 99 B each") as raised:
         plan(LLAMA, {(rank, "cpu"): 99 + (101 * (rank == 0)) for rank in range(10)})
