@@ -98,19 +98,14 @@ def token_memory(
         return TokenMemory()
     config = without_quantization(config)
     key = _Key(kind, config.to_json_string() + implementations_of(config), config)
-    return _remembered(key, dtype, _names(parts), batch, length, whole_on)
-
-
-def _names(parts: ModelProfile) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of layers, and of the parts around them."""
-    return tuple(part.name for part in parts.layers), tuple(part.name for part in parts.others)
+    return _remembered(key, dtype, parts, batch, length, whole_on)
 
 
 @functools.lru_cache(maxsize=8)
 def _remembered(
     key: _Key,
     dtype: torch.dtype,
-    names: tuple[tuple[str, ...], tuple[str, ...]],
+    parts: ModelProfile,
     batch: int,
     length: int,
     whole_on: str,
@@ -119,7 +114,7 @@ def _remembered(
         model = build_on_meta(key.kind, key.config, dtype).eval()
     except CheckpointError as error:
         return TokenMemory(error=str(error))
-    return _measured(model, names, batch, length, whole_on)
+    return memory_of_model(model, parts, batch, length, whole_on)
 
 
 def shared_token_memory(
@@ -142,7 +137,10 @@ def memory_of_model(
     model: nn.Module, parts: ModelProfile, batch: int, length: int, whole_on: str
 ) -> TokenMemory:
     """As token_memory, for a model that is on meta already, which may be a shard of one."""
-    return _measured(model, _names(parts), batch, length, whole_on)
+    try:
+        return _run(_Passes(model, parts, batch, whole_on), length)
+    except Exception as error:  # of the model's own code, which has nothing to compute with
+        return TokenMemory(error=f"{type(error).__name__}: {error!s:.300}")
 
 
 def with_tokens(parts: ModelProfile, memory: TokenMemory) -> ModelProfile:
@@ -182,19 +180,6 @@ def with_calls(parts: ModelProfile, num_calls: Mapping[str, int]) -> ModelProfil
     return dataclasses.replace(parts, layers=layers, others=others)
 
 
-def _measured(
-    model: nn.Module,
-    names: tuple[tuple[str, ...], tuple[str, ...]],
-    batch: int,
-    length: int,
-    whole_on: str,
-) -> TokenMemory:
-    try:
-        return _run(_Passes(model, *names, batch, whole_on), length)
-    except Exception as error:  # of the model's own code, which has nothing to compute with
-        return TokenMemory(error=f"{type(error).__name__}: {error!s:.300}")
-
-
 def _run(passes: _Passes, length: int) -> TokenMemory:
     short = passes.run(SHORT)
     num_calls = passes.calls_of_next(short)
@@ -220,16 +205,10 @@ def _grown(short: int, longer: int, num_tokens: int) -> int:
 class _Passes:
     """Passes of a model, whose parts are watched."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Sequence[str],
-        others: Sequence[str],
-        batch: int,
-        whole_on: str,
-    ):
-        self.model, self.batch, self.layers, self.whole_on = model, batch, layers, whole_on
-        self.names = (*layers, *others)
+    def __init__(self, model: nn.Module, parts: ModelProfile, batch: int, whole_on: str):
+        self.model, self.batch, self.whole_on = model, batch, whole_on
+        self.layers = [part.name for part in parts.layers]
+        self.names = [*self.layers, *(part.name for part in parts.others)]
         modules = dict(model.named_modules())
         self.modules = {name: modules[name] for name in self.names if name in modules}
         self.own_before = {name: _own_nbytes(module) for name, module in self.modules.items()}
