@@ -30,7 +30,7 @@ from drumline.errors import PeerLost, PlanError, RefusedUse
 from drumline.kv_cache.windows import give_back_prompts
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.model_profile import layer_names
-from drumline.strategies.opening import open_for_mesh
+from drumline.strategies.opening import open_checkpoint
 from drumline.tensor_parallel.sharded_model import ShardedModel, shard_checkpoint, shrink
 from drumline.tensor_parallel.synced_generation import (
     same_samples_on_all_ranks,
@@ -102,7 +102,7 @@ def load_mesh(path: str | Path, coor: Coordinator | None, options: LoadOptions) 
         coor = coor or stack.enter_context(Coordinator())
         mesh = _checked_mesh(options, coor.world_size)
         with monitored_loading(coor, lambda rank: SHARD_OF_ALL):
-            checkpoint = open_for_mesh(coor, path, mesh, options)
+            checkpoint = open_checkpoint(coor, path, options)
             sharded, plan = plan_on_all_ranks(
                 coor, lambda: _planned(coor, checkpoint, mesh, options), lambda planned: planned[1]
             )

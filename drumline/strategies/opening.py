@@ -30,7 +30,7 @@ from drumline.checkpoint.json_files import (
     read_json,
 )
 from drumline.checkpoint.safetensors_index import Index, TensorReader, read_index
-from drumline.checkpoint.shard_loader import assign_readers
+from drumline.checkpoint.shard_plan import reader_ranks
 from drumline.checkpoint.source import (
     Checkpoint,
     CheckpointFiles,
@@ -44,7 +44,6 @@ from drumline.contact.loading.configs import generation_settings_from_fields
 from drumline.contact.loading.hub import is_hub_id, is_in_cache, local_folder
 from drumline.contact.loading.models import why_not_quantized
 from drumline.core.consistency import check_same, run_and_share
-from drumline.core.mesh import Mesh
 from drumline.errors import CheckpointError, DrumlineError, PlanError
 from drumline.planner.load_options import LoadOptions
 from drumline.planner.model_profile import build_on_meta, model_class
@@ -53,21 +52,12 @@ T = TypeVar("T")
 
 log = logging.getLogger("drumline")
 
-ChooseReaders = Callable[[], Sequence[int]]
-"""By rank, the rank that reads for it."""
 
-
-def open_checkpoint(
-    coor: Coordinator,
-    path: str | Path,
-    options: LoadOptions,
-    choose_readers: ChooseReaders | None = None,
-) -> Checkpoint:
+def open_checkpoint(coor: Coordinator, path: str | Path, options: LoadOptions) -> Checkpoint:
     """Open the checkpoint at `path`; ranks that read must have the same files. Collective.
 
-    What rank 0 has to fetch from the Hub, it fetches for all.
-
-    choose_readers: if not given, each rank with the files reads them, and rank 0 for the others.
+    What rank 0 has to fetch from the Hub, it fetches for all. Each rank with the files reads them,
+    and rank 0 for the others; where layers are sharded, the ranks that `reader` says.
 
     Raises CheckpointError on every rank if rank 0 has no files, or any file is incomplete, and
     PlanError for options that the model does not have.
@@ -81,14 +71,17 @@ def open_checkpoint(
     else:
         if code:
             allow_code(coor, path)
-        choose = choose_readers or (lambda: readers)
+
+        def choose_readers() -> Sequence[int]:
+            is_sharded, reader = options.shards_layers, options.reader or "each"
+            return reader_ranks(reader, coor.nodes) if is_sharded else readers
 
         def read_files(folder: Path) -> Index:
             own.append(read_config(folder, options.adapter, code))
             return read_index(folder, warns=coor.is_master())
 
         files, text = share_index(
-            coor, path, choose, lambda: read_descriptions(path, own[0]), read_files
+            coor, path, choose_readers, lambda: read_descriptions(path, own[0]), read_files
         )
         fields, generation = json.loads(text)
     if options.adapter is not None:
@@ -182,14 +175,6 @@ def _find_files(
     if looks[0][0]:  # which the others did not look into
         has_files = coor.allgather_object(_has_files(folder, options))
     return folder, [rank if has else 0 for rank, has in enumerate(has_files)]
-
-
-def open_for_mesh(
-    coor: Coordinator, path: str | Path, mesh: Mesh, options: LoadOptions
-) -> Checkpoint:
-    """Open a checkpoint whose layers are to be sharded, with the reader that is asked for."""
-    reader = options.reader or "each"
-    return open_checkpoint(coor, path, options, lambda: assign_readers(coor, mesh, reader)[1])
 
 
 def weight_format(name: str) -> Any:

@@ -39,7 +39,7 @@ from drumline.stages.ring import Ring
 from drumline.stages.stage import Stage
 from drumline.stages.stage_weights import LoadedStage
 from drumline.stages.tp_stage import StageGroup, TpDriverRing, TpRing
-from drumline.strategies.opening import open_for_mesh
+from drumline.strategies.opening import open_checkpoint
 from drumline.strategies.plan_inputs import where_prompts_are_whole
 from drumline.strategies.serve_stage import (
     open_message_communicator,
@@ -104,7 +104,7 @@ def _load_shards(
     there, all else is on meta.
     """
     with monitored_loading(coor, lambda rank: "its part of a stage"):
-        checkpoint = open_for_mesh(coor, path, mesh, options)
+        checkpoint = open_checkpoint(coor, path, options)
         sharded = run_on_all_ranks(coor, lambda: shard_checkpoint(coor, checkpoint, mesh, options))
         is_driver = coor.rank == mesh.group(coor.rank, "pp", "tp")[0]
         driven = copy.deepcopy(sharded.model) if is_driver else None
