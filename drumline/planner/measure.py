@@ -41,9 +41,6 @@ TOKENS = 256
 SMALL, LARGE = 64, 1 << 20
 """Bytes of the messages that give latency and bandwidth."""
 
-OfRounds = Callable[[list[float]], float]
-"""Reduces a series of times: median, or best_window."""
-
 WINDOW_S, NUM_WINDOWS = 0.2, 2
 """Twice the period of the kernel's quotas of CPU time: in less, a container with a third of a core
 is as fast as a whole one, and then stands still."""
@@ -98,7 +95,7 @@ def measure_machines(
 
     def measure() -> Sequence[float] | None:
         own = devices[coor.rank]
-        return astuple(measure_device(own, dtype, best_window, NUM_WINDOWS)) if own else None
+        return astuple(measure_device(own, dtype, NUM_WINDOWS)) if own else None
 
     speeds = coor.allgather_object(_in_turn(coor, sorted({*firsts}), measure))
     by_place = {
@@ -151,18 +148,17 @@ def measure_place(device: str, main: str, dtype: torch.dtype) -> DeviceSpeed:
     return measure_device(device, dtype)
 
 
-def measure_device(
-    device: str, dtype: torch.dtype, of_rounds: OfRounds = median, num_windows: int = 0
-) -> DeviceSpeed:
+def measure_device(device: str, dtype: torch.dtype, num_windows: int = 0) -> DeviceSpeed:
     """The speed of one device: a linear layer of one token for bytes, of many for FLOPs; a tiny
     model for calls, on a CPU.
 
     In bfloat16, a product in another order than a layer's is up to 8 times slower on a CPU.
 
-    of_rounds: reduces the times of the rounds. Their median is what layers need for as many bytes,
-    in the median of tokens; the shortest of five took a seventh less. num_windows: for how many
-    WINDOW_S each of them is done; for a moment if 0.
+    num_windows: for how many WINDOW_S each of them is done, of which the best counts. If 0, for a
+    moment, and the median of the rounds counts: it is what layers need for as many bytes, in the
+    median of tokens; the shortest of five took a seventh less.
     """
+    of_rounds = best_window if num_windows else median
     round_s = num_windows * WINDOW_S or timings.TIMINGS.round_s
     calls = _calls_a_second(of_rounds, round_s) if device == "cpu" else math.inf
     room = _room() if device == "cpu" else WEIGHTS
@@ -181,7 +177,7 @@ def _room() -> int:
     return min(WEIGHTS, min(free_memory_by_limit().values()) // 2)
 
 
-def _calls_a_second(of_rounds: OfRounds, round_s: float) -> float:
+def _calls_a_second(of_rounds: Callable[[list[float]], float], round_s: float) -> float:
     """The calls of torch by the code of transformers, with tensors that are too small to matter."""
     model, token = model_parts.build_tiny(), torch.ones(1, 1, dtype=torch.long)
     with torch.no_grad(), MetaPass() as counted:
