@@ -72,10 +72,15 @@ def load_into(
     Needs the share plus a few blocks of 2 MiB. Raises PlanError or CheckpointError on every rank
     before a tensor is read. Ranks that do not open the very same files compare all their bytes.
     """
-    files, _ = share_index(coor, path, lambda: assign_readers(coor, mesh, reader)[1])
-    grid, _ = assign_readers(coor, mesh, reader)
+    files, _ = share_index(coor, path, lambda: reader_ranks(reader, coor.nodes))
     request = LoadRequest(splits or {}, only or {}, shapes or {}, sources)
-    plan = plan_on_all_ranks(coor, lambda: plan_files(model, files, grid, coor.rank, request))
+
+    def plan_own_part() -> LoadPlan:
+        axes = {"dp_replicate": coor.world_size} if mesh is None else mesh
+        grid = read_mesh(axes, coor.world_size)
+        return plan_files(model, files, grid, coor.rank, request)
+
+    plan = plan_on_all_ranks(coor, plan_own_part)
     (check,) = files.copy_checks
     with check:
         return load_planned(model, plan, files, coor, device)
@@ -89,13 +94,6 @@ class LoadRequest:
     only: Mapping[str, Mapping[str, int]]
     shapes: Mapping[str, tuple[int, ...]]
     sources: Callable[[Index], WeightSources] | None
-
-
-def assign_readers(coor: Coordinator, mesh: Any, reader: str) -> tuple[Mesh, list[int]]:
-    """The mesh, one axis over all ranks if None, and by rank the rank that reads for it."""
-    default = {"dp_replicate": coor.world_size}
-    grid = read_mesh(default if mesh is None else mesh, coor.world_size)
-    return grid, reader_ranks(reader, coor.nodes)
 
 
 def plan_files(
