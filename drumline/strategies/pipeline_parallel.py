@@ -114,9 +114,7 @@ def _load_weights(
     """The model with this rank's part of the weights, streamed if that is possible."""
     dtype = checkpoint.dtype
     run_on_all_ranks(coor, lambda: check_offload(checkpoint.files, device_map, coor.rank))
-    empty = run_on_all_ranks(
-        coor, lambda: _build_empty(checkpoint, device_map, coor.rank, options.rest)
-    )
+    empty = run_on_all_ranks(coor, lambda: _build_empty(checkpoint, device_map, coor.rank, options))
     if empty is None:
         stage: LoadedStage = run_on_all_ranks(
             coor,
@@ -124,15 +122,8 @@ def _load_weights(
             timings.TIMINGS.load_s,
         )
         return stage
-    model, weight_map = empty
+    model, weight_map, kept = empty
     check_same_on_all_ranks(coor, model_facts(model, dtype))
-    slices, files = run_on_all_ranks(
-        coor, lambda: checkpoint.with_adapter(model, weight_map.slices)
-    )
-    weight_map = replace(weight_map, slices=slices)
-    weight_map, kept = run_on_all_ranks(
-        coor, lambda: keep_packed(model, weight_map, files, dtype, options)
-    )
     slow = [name for name, weight in model.named_parameters() if is_unpacked_by_torch(weight)]
     if slow and coor.is_master():
         log.warning(
@@ -140,7 +131,7 @@ def _load_weights(
             "that each operation unpacks anew, which takes most of the time of a token on a "
             "CPU; dequantize=True computes them once, where there is memory for it.",
             len(slow),
-            files.path,
+            kept.path,
             slow[0],
         )
     checkpoint = replace(checkpoint, files=kept)
@@ -151,19 +142,21 @@ def _load_weights(
 
 
 def _build_empty(
-    checkpoint: Checkpoint, device_map: DeviceMap, rank: int, rest: Mapping[str, Any]
+    checkpoint: Checkpoint, device_map: DeviceMap, rank: int, options: LoadOptions
 ) -> Any:
-    """An empty model to stream weights into, and its WeightMap; None if transformers has to compute
-    the weights."""
-    kind, dtype, source = checkpoint.kind, checkpoint.dtype, checkpoint.files
+    """An empty model to stream weights into, its WeightMap, and the files with what it keeps; None
+    if transformers has to compute the weights."""
+    kind, dtype, source, rest = checkpoint.kind, checkpoint.dtype, checkpoint.files, options.rest
     if getattr(source.config, "quantization_config", None) or rest.get("quantization_config"):
         return None
     places = {"": "meta", **device_map.runs_on(rank)}
     try:
         where = (kind, source.path, source.config, source.index, places, dtype)
-        return empty_model(*where, warns=rank == 0, **rest)
+        model, weight_map = empty_model(*where, warns=rank == 0, **rest)
     except NotStreamable:
         return None
+    slices, files = checkpoint.with_adapter(model, weight_map.slices)
+    return model, *keep_packed(model, replace(weight_map, slices=slices), files, dtype, options)
 
 
 def _place(stage: LoadedStage, weight_map: WeightMap, checkpoint: Checkpoint, rank: int) -> None:
