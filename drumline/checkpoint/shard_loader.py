@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +36,6 @@ from drumline.core.mesh import Mesh, read_mesh
 from drumline.core.shards import ShardSpec
 from drumline.errors import CheckpointError, DrumlineError, PlanError, short_traceback
 
-P = TypeVar("P")
 Device = torch.device | str
 
 
@@ -125,25 +124,23 @@ def _tensor_request(
     return TensorRequest(shape, tensor.element_size(), sources[name], tuple(splits), only)
 
 
-def plan_on_all_ranks(
-    coor: Coordinator, work: Callable[[], P], plan_of: Callable[[P], Any] = lambda result: result
-) -> P:
-    """The result of `work`; raise unless the plan in it is equal on every rank. Collective.
+def plan_on_all_ranks(coor: Coordinator, make: Callable[[], LoadPlan]) -> LoadPlan:
+    """The plan that `make` makes; raise unless it is equal on every rank. Collective.
 
     Ranks with other models or meshes would wait for each other for ever.
     """
 
-    def digest(result: P) -> str:
-        return hashlib.sha256(plan_of(result).canonical_text().encode()).hexdigest()
+    def digest(plan: LoadPlan) -> str:
+        return hashlib.sha256(plan.canonical_text().encode()).hexdigest()
 
-    result, digests = run_and_share(coor, work, digest, timings.TIMINGS.load_s)
+    plan, digests = run_and_share(coor, make, digest, timings.TIMINGS.load_s)
     differ = [coor.ranks[n] for n, other in enumerate(digests) if other != digests[coor.rank]]
     if differ:
         raise DrumlineError(
             f"{coor.rank_name()}: ranks {differ} plan to load other parts than this one, so "
             "they would wait for each other; give every rank the same model, mesh and reader."
         )
-    return result
+    return plan
 
 
 def load_planned(

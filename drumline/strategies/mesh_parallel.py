@@ -19,10 +19,10 @@ from communicator import Communicator
 from coordinator import Coordinator
 from drumline.checkpoint.plan_executor import LoadStats
 from drumline.checkpoint.shard_loader import plan_on_all_ranks
-from drumline.checkpoint.shard_plan import LoadPlan
 from drumline.checkpoint.source import Checkpoint
 from drumline.contact.generate_options import Criteria
 from drumline.contact.model_hooks import ModelHooks
+from drumline.core.consistency import run_on_all_ranks
 from drumline.core.group_monitor import GroupMonitor, MonitoredCommunicator, monitored_loading
 from drumline.core.mesh import ALIASES, Mesh, resolve_mesh
 from drumline.core.mixed_classes import mixed_class
@@ -37,6 +37,7 @@ from drumline.tensor_parallel.synced_generation import (
     same_stopping_on_all_ranks,
 )
 from drumline.tensor_parallel.tp_layers import insert_collectives
+from drumline.timings import TIMINGS
 
 SHARD_OF_ALL = "its part of every layer"
 
@@ -103,9 +104,10 @@ def load_mesh(path: str | Path, coor: Coordinator | None, options: LoadOptions) 
         mesh = _checked_mesh(options, coor.world_size)
         with monitored_loading(coor, lambda rank: SHARD_OF_ALL):
             checkpoint = open_checkpoint(coor, path, options)
-            sharded, plan = plan_on_all_ranks(
-                coor, lambda: _planned(coor, checkpoint, mesh, options), lambda planned: planned[1]
+            sharded = run_on_all_ranks(
+                coor, lambda: _sharded(coor, checkpoint, mesh, options), TIMINGS.load_s
             )
+            plan = plan_on_all_ranks(coor, lambda: sharded.plan(mesh, coor.rank))
             stats = sharded.fill(coor, plan)
             for check in checkpoint.files.copy_checks:
                 stack.enter_context(check)
@@ -116,15 +118,15 @@ def load_mesh(path: str | Path, coor: Coordinator | None, options: LoadOptions) 
         return model
 
 
-def _planned(
+def _sharded(
     coor: Coordinator, checkpoint: Checkpoint, mesh: Mesh, options: LoadOptions
-) -> tuple[ShardedModel, LoadPlan]:
-    """The empty model, sharded along the mesh, and what this rank is to read of it."""
+) -> ShardedModel:
+    """The empty model, sharded along the mesh."""
     sharded = shard_checkpoint(coor, checkpoint, mesh, options)
     if mesh.axis_size("dp_shard") > 1:
         shrink(sharded.model, sharded.splits, mesh, coor.rank)
         _shard_over_data(sharded.model, options.mesh, checkpoint.dtype)
-    return sharded, sharded.plan(mesh, coor.rank)
+    return sharded
 
 
 def _connect_tp_group(
