@@ -122,9 +122,7 @@ def _fill(
     pieces = run_on_all_ranks(
         coor, lambda: model_tensors.sources_by_name(model, *where), timings.TIMINGS.load_s
     )
-    names = model_tensors.tied_names(model)
-    everywhere = {name: pieces[first] for first in names for name in names[first]}
-    weight_map = WeightMap(everywhere, frozenset(), frozenset())
+    weight_map = WeightMap(pieces, frozenset(), frozenset())
     fill(model, weight_map, files, placed.places, None, coor, None)
     return files, on_disk(model, weight_map, files, None)
 
