@@ -110,11 +110,7 @@ def _refuse_mismatches(
         or stored.torch_dtype.is_floating_point != state[name].dtype.is_floating_point
     ]
     if wrong:
-        raise CheckpointError(
-            f"{path}: {len(wrong)} tensors are mismatched ({'; '.join(wrong[:3])}), so the model "
-            "would not be the one that was saved; give the checkpoint that belongs to its "
-            "config.json."
-        )
+        raise _other_model(path, len(wrong), "mismatched", "; ".join(wrong[:3]))
 
 
 def _check(path: str | Path, report: Mapping[str, Any], index: Index) -> None:
@@ -127,8 +123,11 @@ def _check(path: str | Path, report: Mapping[str, Any], index: Index) -> None:
             endings = tuple(f".{key}" for key, _ in stored_keys)
             longer = [name for name in index if kind == "missing" and name.endswith(endings)]
             places += [f"but there is {name}" for name in longer[:1]]
-            raise CheckpointError(
-                f"{path}: {len(keys)} tensors are {kind} ({', '.join(places)}), so the model would "
-                "not be the one that was saved; give the checkpoint that belongs to its "
-                "config.json."
-            )
+            raise _other_model(path, len(keys), kind, ", ".join(places))
+
+
+def _other_model(path: str | Path, count: int, kind: str, places: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: {count} tensors are {kind} ({places}), so the model would not be the one that "
+        "was saved; give the checkpoint that belongs to its config.json."
+    )
