@@ -34,7 +34,7 @@ from drumline.core.consistency import run_and_share
 from drumline.core.cpu.hugepages import TensorSpec, allocate_hugepages
 from drumline.core.mesh import Mesh, read_mesh
 from drumline.core.shards import ShardSpec
-from drumline.errors import CheckpointError, DrumlineError, PlanError, short_traceback
+from drumline.errors import DrumlineError, PlanError, short_traceback
 
 Device = torch.device | str
 
@@ -114,14 +114,9 @@ def _tensor_request(
     splits = request.splits.get(name, ())
     if model_tensors.is_dtensor(tensor):
         splits = (*splits, *model_tensors.dtensor_splits(name, tensor, mesh))
-    if name not in sources:
-        raise CheckpointError(
-            f"{name} is made of nothing that the checkpoint holds, so it would stay empty; "
-            "load the checkpoint that belongs to the model."
-        )
     shape = request.shapes.get(name, tuple(tensor.shape))
     only = dict(request.only.get(name, {}))
-    return TensorRequest(shape, tensor.element_size(), sources[name], tuple(splits), only)
+    return TensorRequest(shape, tensor.element_size(), sources.get(name, ()), tuple(splits), only)
 
 
 def plan_on_all_ranks(coor: Coordinator, make: Callable[[], LoadPlan]) -> LoadPlan:
