@@ -133,7 +133,7 @@ def profile_model(
 
     return ModelProfile(
         layers=tuple(part(name, *_unread_experts(model, name)) for name in layers),
-        others=tuple(part(name, _unread(model, name)) for name in others),
+        others=tuple(part(name, _unread(model, modules.get(name))) for name in others),
         ties=ties,
         kv_sharing=tuple(_sharers(model, layers)),
         root_tensors=tuple(name for name in others if name in tensors),
@@ -251,9 +251,8 @@ def _sizes(
     return sizes
 
 
-def _unread(model: nn.Module, name: str) -> int:
+def _unread(model: nn.Module, module: nn.Module | None) -> int:
     """The bytes of a table of embeddings, unless a head multiplies with it too."""
-    module = dict(model.named_modules()).get(name)
     heads = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     if not isinstance(module, nn.Embedding) or id(module.weight) in heads:
         return 0
