@@ -62,9 +62,8 @@ class GgufTensor(StoredTensor):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of bytes from the first of some numbers to the last, and their places there."""
         first, end = int(numbers.min()), int(numbers.max()) + 1
-        stored = StoredTensor(self.file, self.offset, self.dtype, self.shape, self.written)
         box = Region((first, 0), (end - first, self.shape[1]))
-        return reader.box(stored, box), numbers - first
+        return reader.box(self, box), numbers - first
 
     def fill(
         self, reader: TensorReader, numbers: torch.Tensor, columns: slice, out: torch.Tensor
