@@ -40,7 +40,7 @@ from drumline.checkpoint.source import (
     share_index,
 )
 from drumline.checkpoint.weight_map import stored_ties
-from drumline.contact.loading.configs import generation_settings_from_fields
+from drumline.contact.loading.configs import generation_settings
 from drumline.contact.loading.hub import is_hub_id, is_in_cache, local_folder
 from drumline.contact.loading.models import why_not_quantized
 from drumline.core.consistency import check_same, run_and_share
@@ -316,5 +316,5 @@ def _described(
     dtype = checkpoint_dtype(options.dtype, files.config, files.index)
     if computes:
         files = weight_format("dequantized").read_dequantized(files, dtype)
-    settings = None if generation is None else generation_settings_from_fields(generation)
+    settings = None if generation is None else generation_settings(**generation)
     return Checkpoint(files, kind, dtype, settings, adapter)

@@ -85,12 +85,8 @@ def read_generation_settings(path: str | Path, is_in_config: bool = False) -> An
     return api.GenerationConfig.from_pretrained(path, **(older if is_in_config else {}))
 
 
-def generation_settings_from_fields(fields: Mapping[str, Any]) -> Any:
-    return api.GenerationConfig.from_dict(fields)
-
-
 def generation_settings(**fields: Any) -> Any:
-    """Generation settings by name, such as max_new_tokens, as generate() takes them."""
+    """Generation settings by name, such as max_new_tokens, as generate() and files have them."""
     return api.GenerationConfig(**fields)
 
 
