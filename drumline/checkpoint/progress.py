@@ -21,38 +21,42 @@ if TYPE_CHECKING:
 class LoadProgress:
     """Counts the bytes that arrive on this rank; rank 0 shows those of all ranks.
 
-    total: the bytes that all ranks together will load. show: None means if stderr is a terminal.
-    Not collective, but make it before a collective call of the same load: it resets what this rank
-    reported of an earlier load.
+    Collective, and so is its end where there is a bar, which waits for all of them.
+
+    total: the bytes that all ranks together will load. show: None means if the stderr of rank 0 is
+    a terminal.
     """
 
     def __init__(self, coor: Coordinator, total: int, show: bool | None):
         self.coor, self.total, self.nbytes = coor, total, 0
-        is_shown = sys.stderr.isatty() if show is None else show
-        self._watcher: threading.Thread | None = None
-        if coor.is_master() and is_shown:
-            self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._is_shown = coor.broadcast_object(sys.stderr.isatty() if show is None else show)
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._over = threading.Event()
-        self.report()
+        self._report()
 
     def __enter__(self) -> LoadProgress:
-        if self._watcher is not None:
+        if self._is_shown and self.coor.is_master():
             self._watcher.start()
         return self
 
     def __call__(self, nbytes: int) -> None:
         self.nbytes += nbytes
         if time.monotonic() - self._reported_at > timings.TIMINGS.progress_s:
-            self.report()
+            self._report()
 
-    def __exit__(self, *exc: object) -> None:
-        self._over.set()
-        if self._watcher is not None:
-            self._watcher.join()
+    def __exit__(self, kind: object, *exc: object) -> None:
+        try:
+            if self._is_shown and kind is None:
+                self._report()
+                self.coor.barrier(timeout_s=timings.TIMINGS.load_s)
+        finally:
+            self._over.set()
+            if self._watcher.is_alive():
+                self._watcher.join()
 
-    def report(self) -> None:
-        """Tell rank 0 the bytes that have arrived here so far."""
-        if not self.coor.is_master():
+    def _report(self) -> None:
+        """Tell rank 0 the bytes that have arrived here so far, if there is a bar."""
+        if self._is_shown and not self.coor.is_master():
             self.coor.put(_key(self.coor.rank), str(self.nbytes).encode())
         self._reported_at = time.monotonic()
 

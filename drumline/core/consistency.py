@@ -43,8 +43,8 @@ def check_same(coor: Coordinator, facts_by_rank: Sequence[Mapping[str, str]]) ->
     """Raise as check_same_on_all_ranks, over facts that have been shared already."""
     for rank, other in enumerate(facts_by_rank):
         for name, first in facts_by_rank[0].items():
-            if other[name] != first:
-                field, values = _first_difference(first, other[name])
+            if (fact := other.get(name, "absent")) != first:
+                field, values = _first_difference(first, fact)
                 raise DrumlineError(
                     f"{coor.rank_name()}: {name}{field} is {values[0]} on {coor.rank_name(0)} and "
                     f"{values[1]} on {coor.rank_name(rank)}, so the parts would not make one "

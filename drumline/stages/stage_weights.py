@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from coordinator import Coordinator
-from drumline import timings
 from drumline.checkpoint.model_tensors import named_tensors, tied_names
 from drumline.checkpoint.plan_executor import LoadStats
 from drumline.checkpoint.progress import LoadProgress
@@ -76,11 +75,7 @@ def fill(
     devices = {name: device for name, (_, device) in owners.items()}
     total = sum(plan.nbytes_of(rank) for rank in range(coor.world_size))
     with LoadProgress(coor, total, progress) as on_progress:
-        coor.barrier()
-        stats = load_planned(model, plan, source, coor, devices, dtypes, on_progress)
-        on_progress.report()
-        coor.barrier(timeout_s=timings.TIMINGS.load_s)
-    return stats
+        return load_planned(model, plan, source, coor, devices, dtypes, on_progress)
 
 
 def dtypes_of(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:

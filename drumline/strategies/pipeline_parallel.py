@@ -7,6 +7,7 @@ print(model.generate(tokens))
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Mapping
@@ -24,7 +25,12 @@ from drumline.checkpoint.json_files import MERGE_ADAPTER
 from drumline.checkpoint.safetensors_index import check_unchanged, is_local, written_files
 from drumline.checkpoint.source import Checkpoint, CheckpointFiles
 from drumline.checkpoint.weight_map import NotStreamable, WeightMap
-from drumline.core.consistency import check_same_on_all_ranks, model_facts, run_on_all_ranks
+from drumline.core.consistency import (
+    check_same,
+    model_facts,
+    run_and_share,
+    run_on_all_ranks,
+)
 from drumline.core.cpu.experts import use_fast_experts
 from drumline.core.cpu.products import use_fast_products
 from drumline.core.device_map import DeviceMap, abbreviate_names
@@ -75,11 +81,14 @@ def _load_stage(
         speeds = options.speeds
         if mode == "auto":
             speeds = measure_machines(coor, inputs.free_nbytes, inputs.checkpoint.dtype)
-        device_map = run_on_all_ranks(coor, lambda: inputs.plan(mode, speeds))
+        device_map, facts = run_and_share(
+            coor,
+            lambda: inputs.plan(mode, speeds),
+            lambda plan: {"plan": plan.to_json(), "cuda_graphs": str(options.cuda_graphs)},
+        )
         planned.append(device_map)
         log.info("rank %d: %s of %s", coor.rank, device_map.of(coor.rank), path)
-        facts = {"plan": device_map.to_json(), "cuda_graphs": str(options.cuda_graphs)}
-        check_same_on_all_ranks(coor, facts)
+        check_same(coor, facts)
         if options.cuda_graphs:
             _check_graphs(device_map)
         stage = _load_weights(coor, inputs.checkpoint, device_map, options)
@@ -113,8 +122,12 @@ def _load_weights(
 ) -> LoadedStage:
     """The model with this rank's part of the weights, streamed if that is possible."""
     dtype = checkpoint.dtype
-    run_on_all_ranks(coor, lambda: check_offload(checkpoint.files, device_map, coor.rank))
-    empty = run_on_all_ranks(coor, lambda: _build_empty(checkpoint, device_map, coor.rank, options))
+    empty, facts = run_and_share(
+        coor,
+        lambda: _build_empty(checkpoint, device_map, coor.rank, options),
+        lambda empty: model_facts(empty[0], dtype) if empty else {},
+    )
+    check_same(coor, facts)
     if empty is None:
         stage: LoadedStage = run_on_all_ranks(
             coor,
@@ -123,7 +136,6 @@ def _load_weights(
         )
         return stage
     model, weight_map, kept = empty
-    check_same_on_all_ranks(coor, model_facts(model, dtype))
     slow = [name for name, weight in model.named_parameters() if is_unpacked_by_torch(weight)]
     if slow and coor.is_master():
         log.warning(
@@ -137,16 +149,18 @@ def _load_weights(
     checkpoint = replace(checkpoint, files=kept)
     stats = fill(model, weight_map, kept, device_map.places, dtype, coor, options.progress)
     stage = LoadedStage(model, device_map, stats=stats)
-    run_on_all_ranks(coor, lambda: _place(stage, weight_map, checkpoint, coor.rank))
+    place = functools.partial(_place, stage, weight_map, checkpoint, coor.rank)
+    run_on_all_ranks(coor, place, timings.TIMINGS.load_s)
     return stage
 
 
 def _build_empty(
     checkpoint: Checkpoint, device_map: DeviceMap, rank: int, options: LoadOptions
-) -> Any:
-    """An empty model to stream weights into, its WeightMap, and the files with what it keeps; None
-    if transformers has to compute the weights."""
+) -> tuple[Any, WeightMap, CheckpointFiles] | None:
+    """An empty model, which of the files' weights to stream into it, and the files, the adapter's
+    among them; None if transformers has to compute the weights."""
     kind, dtype, source, rest = checkpoint.kind, checkpoint.dtype, checkpoint.files, options.rest
+    check_offload(source, device_map, rank)
     if getattr(source.config, "quantization_config", None) or rest.get("quantization_config"):
         return None
     places = {"": "meta", **device_map.runs_on(rank)}

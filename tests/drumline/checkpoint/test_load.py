@@ -370,6 +370,20 @@ def test_there_is_no_progress_bar_where_stderr_is_no_terminal(checkpoints, ranks
     assert "loading" not in capsys.readouterr().err
 
 
+def test_a_load_takes_no_more_exchanges_than_its_steps_need(checkpoints, ranks, monkeypatch):
+    """Each of them costs a way there and back between hosts: 26 took 4 s where a link has 80 ms."""
+    exchanges = []
+    plain = Coordinator._exchange
+
+    def counted(coor, *args):
+        exchanges.append(coor.rank)
+        return plain(coor, *args)
+
+    monkeypatch.setattr(Coordinator, "_exchange", counted)
+    loaded_by(ranks, [checkpoints.llama()[1]] * 2, 2)
+    assert exchanges.count(1) <= 20
+
+
 def test_a_sharded_checkpoint_loads(sharded, on_master):
     assert on_master(sharded, 3, lambda model: model.device_map.ranks) == [0, 1, 2]
 
