@@ -91,7 +91,7 @@ class RemoteModule:
     def _new_call(self, run: LayerRun, hidden: torch.Tensor | None) -> NewCall | None:
         """The expectation of a call of a new form, which the reply confirms; None if the layer was
         seen with this form."""
-        fills = run.fills_of(self)
+        fills = run.fills_of(self) if run.numbers else self.cache_layers
         if run.spec in self.outputs and fills is not None:
             return None
         usual = None if self.kind is None or run.numbers else self.kind.outputs.get(run.spec)
