@@ -40,9 +40,8 @@ def candidates(info: LaunchInfo) -> list[Address]:
     is_name = not _is_literal(info.master_addr)
     if spans_nodes(info) and is_name and any(map(_is_loopback, addresses)):
         outside = [address for address in addresses if not _is_loopback(address)]
-        for _, text in host_addresses.routable_addresses():
-            outside.append((text, info.master_port))
-        return outside or addresses
+        routable = host_addresses.routable_addresses()
+        return outside + [(text, info.master_port) for text in routable] or addresses
     return addresses
 
 

@@ -392,5 +392,4 @@ def _listener_next_to_store(info: LaunchInfo) -> socket.socket:
     try:
         return listener_at((host_addresses.local_address_for(candidates(info)[0]), 0))
     except OSError:
-        _, text = host_addresses.routable_addresses()[0]
-        return listener_at((text, 0))
+        return listener_at((host_addresses.routable_addresses()[0], 0))

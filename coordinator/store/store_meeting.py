@@ -187,7 +187,7 @@ class _Meeting:
         is_loopback = ip_address(address).is_loopback
         if is_loopback and self._are_on_several_hosts():
             # On many hosts their own name means the loopback, which no other host reaches.
-            address = next((text for _, text in host_addresses.routable_addresses()), address)
+            address = next(iter(host_addresses.routable_addresses()), address)
         return linux.closed_in_children(listener_at((address, 0)))
 
     def _are_on_several_hosts(self) -> bool:

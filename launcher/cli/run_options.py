@@ -214,14 +214,14 @@ def with_token(job: Job, options: argparse.Namespace) -> Job:
 def _address_for_others() -> str:
     """The address of this node on its default route, or its only one."""
     addresses = host_addresses.routable_addresses()
-    families = [family for family, _ in addresses]
+    families = [*map(host_addresses.is_ipv6, addresses)]
     if not families or families.count(families[0]) > 1:
-        texts = ", ".join(text for _, text in addresses)
         raise ValueError(
             f"this first node has {len(addresses)} addresses, of which the others must reach one, "
-            f"so nothing was started: name it by --master-addr ADDRESS ({texts or 'none is up'})."
+            f"so nothing was started: name it by --master-addr ADDRESS "
+            f"({', '.join(addresses) or 'none is up'})."
         )
-    return addresses[0][1]
+    return addresses[0]
 
 
 def token_to_join(options: argparse.Namespace) -> LaunchToken:

@@ -41,7 +41,7 @@ def network() -> Iterator[Finding]:
     interfaces = [f"{name} ({', '.join(have)})" for name, have in named if have]
     yield Finding("network", "interfaces", True, ", ".join(interfaces))
     yield Finding("network", "on one node", True, "the Coordinator listens on 127.0.0.1 alone")
-    routable = [text for _, text in host_addresses.routable_addresses()]
+    routable = host_addresses.routable_addresses()
     detail = (
         f"it listens on {routable[0]}" if routable else "no address that other hosts could reach"
     )

@@ -74,7 +74,7 @@ def listening_addresses(address: str, port: int) -> list[str]:
         texts = [str(record[0]) for *_, record in records]
         if address not in texts:  # a name
             outside = [text for text in texts if not text.startswith("127.") and text != "::1"]
-            routable = [text for _, text in host_addresses.routable_addresses()]
+            routable = host_addresses.routable_addresses()
             return list(dict.fromkeys(outside or routable or texts))
     return [address]
 

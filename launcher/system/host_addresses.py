@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import re
 import socket
@@ -13,17 +14,15 @@ from launcher.system import linux
 
 SIOCGIFADDR = 0x8915  # netdevice(7)
 # Nobody has these (RFC 5737, RFC 3849): asking for the way to them gives the way out.
-OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+OUTSIDE = ("192.0.2.1", "2001:db8::1")
 
 
-def routable_addresses() -> list[tuple[socket.AddressFamily, str]]:
+def routable_addresses() -> list[str]:
     """Addresses of this host on its default routes; without those, of its interfaces."""
     addresses = []
-    for family, outside in OUTSIDE:
-        try:
-            addresses.append((family, local_address_for((outside, 9))))
-        except OSError:
-            continue  # no such route
+    for outside in OUTSIDE:
+        with contextlib.suppress(OSError):  # no such route
+            addresses.append(local_address_for((outside, 9)))
     return addresses or _interface_addresses()
 
 
@@ -51,11 +50,11 @@ def is_ipv6(text: str) -> bool:
         return False
 
 
-def _interface_addresses() -> list[tuple[socket.AddressFamily, str]]:
-    """The addresses of real interfaces: a bridge is inside this host."""
-    names = [name for _, name in socket.if_nameindex() if name != "lo" and not _is_bridge(name)]
-    four = [(socket.AF_INET, text) for name in names if (text := ipv4_of(name))]
-    return four + [(socket.AF_INET6, text) for name, text in ipv6_addresses() if name in names]
+def _interface_addresses() -> list[str]:
+    """The addresses of real interfaces, IPv4 first: a bridge is inside this host."""
+    real = {name: texts for name, texts in interfaces().items() if name != "lo"}
+    texts = [text for name in real if not _is_bridge(name) for text in real[name]]
+    return sorted(texts, key=is_ipv6)
 
 
 def _is_bridge(name: str) -> bool:

@@ -1,6 +1,5 @@
 """Coordinators over a torch Store that ranks of an earlier launch may have used."""
 
-import socket
 import subprocess
 import threading
 import time
@@ -233,9 +232,7 @@ def test_the_first_rank_listens_where_other_hosts_reach_it_if_ranks_are_there(
     meet, monkeypatch, names
 ):
     """To itself, a host's own name is often the loopback: the others looked at their own."""
-    monkeypatch.setattr(
-        host_addresses, "routable_addresses", lambda: [(socket.AF_INET, "127.0.0.9")]
-    )
+    monkeypatch.setattr(host_addresses, "routable_addresses", lambda: ["127.0.0.9"])
     me, hosts = Peer.me(LaunchInfo("alone")), iter(names)
     monkeypatch.setattr(store_meeting, "_own_process", lambda _: replace(me, host=next(hosts)))
     server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
