@@ -52,13 +52,11 @@ class Launch:
 
         timeout_s: TimeoutError after so long, and the launch goes on.
         """
-        if self.poll() is None and not self._wait_for_end(timeout_s):
-            raise TimeoutError(f"the launch did not finish within {timeout_s:g} s")
+        if self.poll() is None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise TimeoutError(f"the launch did not finish within {timeout_s:g} s")
         return self._results.result()
-
-    def _wait_for_end(self, timeout_s: float | None) -> bool:
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
 
     def poll(self) -> int | None:
         """The exit code that `drumline run` would end with; None while the launch runs."""

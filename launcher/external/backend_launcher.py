@@ -50,7 +50,7 @@ def run(backend: Any, job: Job) -> list[Any]:
         elif job.nnodes > 1:
             job = node_rendezvous.meet(job)
         try:
-            with _torch_port(job) as port_variables:
+            with _torch_port(job) as port_variables, linux.adopting():
                 environ = {**environment(backend, job), **port_variables}
                 code = _watch(
                     folder, backend.command(job), environ, job.timeout_s, began_s, holder_fd
@@ -164,7 +164,6 @@ def _watch(
     deadline = math.inf if timeout_s is None else began_s + timeout_s
     command = [sys.executable, "-m", "launcher.external.reaper", str(os.getpid()), *command]
     orphans = descendants.Orphans()
-    linux.begin_adopting()
     # The reaper inherits the mask: it takes a signal once it has handlers, not in Python's start.
     stop_signals.block()
     try:
@@ -174,7 +173,6 @@ def _watch(
             )
     except BaseException:
         stop_signals.unblock()
-        linux.end_adopting()
         raise
     suspended = SuspendedProcesses(process.pid)
     signals: list[int] = []
@@ -193,7 +191,6 @@ def _watch(
         _end(process)
         if process.returncode != 0:  # killed, in any way: then it has ended nothing below it
             orphans.kill()
-        linux.end_adopting()
     if signals:
         raise errors.interrupted(signals[0])
     if code < 0:

@@ -45,18 +45,17 @@ class ForkServerHandle:
         on_failure: Callable[[Failure], object] = lambda _: None,
     ) -> list[Any]:
         """Each rank's result, or LaunchError; no process of the launch is left then."""
-        linux.begin_adopting()
-        try:
-            supervisor = Supervisor(
-                self.job, infos, self.pipes, self.output, self.pid, watch, on_failure
-            )
-            return supervisor.run(self.reap)
-        finally:
-            self.reap()
-            self.pipes.close()
-            self.output.close()
-            linux.end_adopting()
-            stop_signals.unblock()  # where the loop could not begin
+        with linux.adopting():
+            try:
+                supervisor = Supervisor(
+                    self.job, infos, self.pipes, self.output, self.pid, watch, on_failure
+                )
+                return supervisor.run(self.reap)
+            finally:
+                self.reap()
+                self.pipes.close()
+                self.output.close()
+                stop_signals.unblock()  # where the loop could not begin
 
     def reap(self) -> int:
         """Kill and reap the fork server and everything below it; the status that it ended with."""

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
@@ -65,22 +65,21 @@ class _Adopting:
 _adopting_by_pid: dict[int, _Adopting] = {}  # a forked child has a setting of its own
 
 
-def begin_adopting() -> None:
-    """Adopt descendants whose parent ends, until each such call, on any thread, has its end."""
-    adopting = _adopting_by_pid.setdefault(os.getpid(), _Adopting())
-    with adopting.lock:
-        if adopting.num_launches == 0:
-            adopting.before = set_subreaper(True)
-        adopting.num_launches += 1
-
-
-def end_adopting() -> None:
-    """End what one begin_adopting() of this process has begun."""
-    adopting = _adopting_by_pid[os.getpid()]
-    with adopting.lock:
-        adopting.num_launches -= 1
-        if adopting.num_launches == 0:
-            set_subreaper(adopting.before)
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """Adopt descendants whose parent ends, until the last of these contexts ends, on any thread."""
+    launches = _adopting_by_pid.setdefault(os.getpid(), _Adopting())
+    with launches.lock:
+        if launches.num_launches == 0:
+            launches.before = set_subreaper(True)
+        launches.num_launches += 1
+    try:
+        yield
+    finally:
+        with launches.lock:
+            launches.num_launches -= 1
+            if launches.num_launches == 0:
+                set_subreaper(launches.before)
 
 
 class Inherited(Protocol):

@@ -47,14 +47,15 @@ def test_a_process_adopts_until_the_last_of_its_launches_has_ended():
         linux.set_subreaper(before)
         return before
 
-    linux.begin_adopting()
-    linux.begin_adopting()
+    first, last = linux.adopting(), linux.adopting()
+    first.__enter__()
+    last.__enter__()
     pid = os.fork()
     if pid == 0:
-        linux.begin_adopting()
-        os._exit(is_subreaper())
+        with linux.adopting():
+            os._exit(is_subreaper())
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1, "its own launch has to adopt"
-    linux.end_adopting()
+    first.__exit__(None, None, None)
     assert is_subreaper()
-    linux.end_adopting()
+    last.__exit__(None, None, None)
     assert not is_subreaper()
