@@ -11,7 +11,7 @@ import socket
 from collections.abc import Iterable
 from typing import Any
 
-from launcher.system import host_addresses, linux
+from launcher.system import linux
 
 FIRST_PORT = 10_000
 END_PORT = 32_768  # where Linux begins to give ports to outgoing connections, by default
@@ -121,7 +121,7 @@ def listener_at(address: tuple[Any, ...], may_share: bool = True) -> socket.sock
 
     may_share: take the port even where a socket that does not listen keeps it, see reserve.
     """
-    family = host_addresses.family_of(address[0])
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, may_share)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import re
@@ -95,6 +96,7 @@ def closed_in_children(file: File) -> File:
 
     A connection that it kept open would hide from the other end that the parent has died.
     """
+    _begin_closing()
     _inherited.add(file)
     return file
 
@@ -105,7 +107,9 @@ def _close_inherited() -> None:
             file.close()
 
 
-os.register_at_fork(after_in_child=_close_inherited)
+@functools.cache  # a fork of who has none of these costs nothing
+def _begin_closing() -> None:
+    os.register_at_fork(after_in_child=_close_inherited)
 
 
 def set_process_name(name: str) -> None:
