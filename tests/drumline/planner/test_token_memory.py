@@ -317,6 +317,9 @@ def test_a_prompt_on_a_cpu_is_planned_with_the_scores_that_it_keeps(case):
     in_parts = token_memory(kind, config, torch.float32, parts, 1, 512)
     if case not in ("kernels", "scores that a layer returns"):
         assert max(in_parts.active.values()) < 0.5 * max(memory.active.values())
+    on_gpu = token_memory(kind, config, torch.float32, parts, 1, 512, "accelerator")
+    has_kernel_there = max(on_gpu.active.values()) < 0.5 * max(memory.active.values())
+    assert has_kernel_there == (case == "values narrower than keys")
 
 
 @torch.no_grad()
