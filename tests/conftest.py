@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import os
 import re
 import secrets
@@ -262,6 +263,17 @@ class SkippedTests:
 def pytest_configure(config: pytest.Config) -> None:
     if file := config.getoption("--skipped-into"):
         config.pluginmanager.register(SkippedTests(file))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """What is left of a file is not looked through again at each collection of garbage: late in a
+    run, which has imported hundreds of models, that was most of the time of many tests."""
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return result
 
 
 FORKING = ("launcher", "coordinator")

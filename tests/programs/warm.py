@@ -188,9 +188,7 @@ def prepare() -> None:
     os.environ.clear()
     os.environ.update(environ)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"
-    shared += [
-        name for name in {*sys.modules} - before if name.partition(".")[0] not in UNDER_TEST
-    ]
+    shared += [name for name in {*sys.modules} - before if name.partition(".")[0] not in UNDER_TEST]
     for finalizer in weakref.finalize._registry:
         finalizer.atexit = False  # of torch's tables of operators
     libc = ctypes.CDLL(None)
