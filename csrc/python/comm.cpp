@@ -186,19 +186,6 @@ PyObject* comm_scaled_sum(PyObject* object, PyObject* argument) {
     return PyLong_FromLong(op);
 }
 
-PyObject* comm_free_op(PyObject* object, PyObject* argument) {
-    Comm* self = comm_of(object);
-    CallSite site = site_of(self, "free_op");
-    if (!COMM_HAS(self->table, op_destroy)) return raise_not_offered(site, self->table);
-    long op = PyLong_AsLong(argument);
-    if (PyErr_Occurred()) return nullptr;
-    if (!call_library(self, site, [&](comm_t comm) {
-            return self->table->op_destroy(comm, static_cast<comm_op>(op));
-        }))
-        return nullptr;
-    return new_reference(Py_None);
-}
-
 PyObject* comm_finalize(PyObject* object, PyObject*) {
     Comm* self = comm_of(object);
     CallSite site = site_of(self, "finalize");
@@ -320,7 +307,6 @@ PyMethodDef comm_methods[] = {
     {"mem_alloc", comm_mem_alloc, METH_O, "mem_alloc(nbytes) -> address"},
     {"mem_free", comm_mem_free, METH_VARARGS, "mem_free(address, waits=True) -> bool"},
     {"scaled_sum", comm_scaled_sum, METH_O, "scaled_sum(tensor of one number) -> op"},
-    {"free_op", comm_free_op, METH_O, "free_op(op)"},
     {"handle", comm_handle, METH_NOARGS,
      "handle() -> the address that the library gave, 0 once closed, for an option of the library"},
     {"split", comm_split, METH_VARARGS, "split(color, key, rank, nranks) -> Comm or None"},

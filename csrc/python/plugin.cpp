@@ -155,10 +155,6 @@ PyObject* plugin_caps(PyObject* object, void*) {
     return PyLong_FromUnsignedLongLong(table_of(object)->caps);
 }
 
-PyObject* plugin_unique_id_bytes(PyObject* object, void*) {
-    return PyLong_FromUnsignedLong(table_of(object)->unique_id_bytes);
-}
-
 void plugin_dealloc(PyObject* object) {  // the library stays loaded: its table may still be in use
     free_object(object);
 }
@@ -181,7 +177,6 @@ PyGetSetDef plugin_attributes[] = {
     {"version", plugin_version, nullptr, nullptr, nullptr},
     {"device_type", plugin_device_type, nullptr, "the number of a DLDeviceType", nullptr},
     {"caps", plugin_caps, nullptr, "bits of COMM_CAP_...", nullptr},
-    {"unique_id_bytes", plugin_unique_id_bytes, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyType_Slot plugin_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(plugin_dealloc)},
