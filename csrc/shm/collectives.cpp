@@ -54,26 +54,19 @@ class Operands {
         large_.resize(comm.nranks);
         pointers_ = large_.data();
     }
+    // That of each rank where `place(rank)` says.
+    template <class Place>
+    const void* const* at(Place place) {
+        for (int rank = 0; rank < comm_.nranks; ++rank) pointers_[rank] = place(rank);
+        return pointers_;
+    }
     // This rank's operand at `own`, the others' in their slots.
     const void* const* in_slots(const char* own, size_t offset) {
-        for (int rank = 0; rank < comm_.nranks; ++rank) pointers_[rank] = comm_.slot(rank) + offset;
-        pointers_[comm_.rank] = own;
-        return pointers_;
+        return at([&](int rank) { return rank == comm_.rank ? own : comm_.slot(rank) + offset; });
     }
     const void* const* current() const { return pointers_; }
     void advance(size_t nbytes) {
-        for (int rank = 0; rank < comm_.nranks; ++rank)
-            pointers_[rank] = static_cast<const char*>(pointers_[rank]) + nbytes;
-    }
-    // Of a call whose operands travel in its headers.
-    const void* const* inline_values() {
-        for (int rank = 0; rank < comm_.nranks; ++rank) pointers_[rank] = comm_.inline_value(rank);
-        return pointers_;
-    }
-    // Of tensors that are all in shared memory.
-    const void* const* in_tensors(char* const* tensors, size_t offset) {
-        for (int rank = 0; rank < comm_.nranks; ++rank) pointers_[rank] = tensors[rank] + offset;
-        return pointers_;
+        at([&](int rank) { return static_cast<const char*>(pointers_[rank]) + nbytes; });
     }
 
   private:
@@ -119,8 +112,8 @@ void allreduce_in_place(ShmCommunicator& comm, const CallSignature& call, size_t
     for (uint64_t first = own.first; first < own.end(); first += block_bytes / size) {
         uint64_t part = std::min<uint64_t>(block_bytes / size, own.end() - first);
         char* reduced = tensors[comm.rank] + first * size;
-        reduce(reduced, operands.in_tensors(tensors.data(), first * size), comm.nranks, part,
-               divisor_for(comm, call.op));
+        auto sources = operands.at([&](int rank) { return tensors[rank] + first * size; });
+        reduce(reduced, sources, comm.nranks, part, divisor_for(comm, call.op));
         for_each_peer(comm, [&](int rank) {
             std::memcpy(tensors[rank] + first * size, reduced, part * size);
         });
@@ -153,7 +146,8 @@ void allreduce_inline(ShmCommunicator& comm, const char* send, char* recv,
     comm.begin(call, own);
     comm.step();
     Operands operands(comm);
-    reduce(recv, operands.inline_values(), comm.nranks, call.count, divisor_for(comm, call.op));
+    auto sources = operands.at([&](int rank) { return comm.inline_value(rank); });
+    reduce(recv, sources, comm.nranks, call.count, divisor_for(comm, call.op));
 }
 
 // Reduces a whole round and prefetches `later`, which is staged after the next round: memory is
