@@ -169,39 +169,38 @@ class Tcp(ScheduledCollectives, ComparedByMessages):
 
     def try_allreduce(self, tensor: torch.Tensor, op: Op, out: torch.Tensor | None) -> bool:
         """True if the engine could take the tensor as it is, and did the call."""
-        if self.ended_by is not None or self._num_compared < self.capabilities.checked_calls:
+        if self._num_compared < self.capabilities.checked_calls:
             return False
-        try:
-            dropped = self._engine.allreduce(tensor, op, out, self._check_wait)
-        except BaseException as error:
-            self._fail(error, self._describe_allreduce(tensor, op))
+        dropped = self._try(self._engine.allreduce, tensor, op, out)
         if dropped is not None and dropped is not NotImplemented:
-            self._fail_mismatch(dropped, self._describe_allreduce(tensor, op))
+            self._fail_mismatch(dropped, self._describe("allreduce", tensor, op))
         return dropped is None
 
     def try_send(self, tensor: torch.Tensor, dst: int) -> bool:
         """True if the engine could take the tensor as it is, and sent it."""
-        if self.ended_by is not None:
-            return False
-        try:
-            return self._engine.send(tensor, dst, self._check_wait) is None
-        except BaseException as error:
-            self._fail(error, f"{DIRECTION['send']} {self.rank_name(dst)}")
+        return self._try(self._engine.send, tensor, dst) is None
 
     def try_recv(self, tensor: torch.Tensor, src: int) -> bool:
         """True if the engine could fill the tensor as it is, and did."""
-        if self.ended_by is not None:
-            return False
-        try:
-            dropped = self._engine.recv(tensor, src, self._check_wait)
-        except BaseException as error:
-            self._fail(error, f"{DIRECTION['recv']} {self.rank_name(src)}")
+        dropped = self._try(self._engine.recv, tensor, src)
         if dropped is not None and dropped is not NotImplemented:
             self._raise_dropped(dropped, call_check.describe_tensor(tensor))
         return dropped is None
 
-    def _describe_allreduce(self, tensor: torch.Tensor, op: Op) -> str:
-        return call_check.describe_call("allreduce", tensor, op_name(op))
+    def _try(self, call: Any, tensor: torch.Tensor, *arguments: Any) -> Any:
+        """What a call of the engine returns: None if it is done, NotImplemented if it is not."""
+        if self.ended_by is not None:
+            return NotImplemented
+        try:
+            return call(tensor, *arguments, self._check_wait)
+        except BaseException as error:
+            self._fail(error, self._describe(call.__name__, tensor, arguments[0]))
+
+    def _describe(self, name: str, tensor: torch.Tensor, argument: Any) -> str:
+        """A call of the engine. argument: its op, or its peer."""
+        if name in DIRECTION:
+            return f"{DIRECTION[name]} {self.rank_name(argument)}"
+        return call_check.describe_call(name, tensor, op_name(argument))
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
         if not self.try_send(tensor, dst):
