@@ -336,20 +336,19 @@ class Hierarchical(ComparedByMessages):
             self._local.barrier()
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
-        with self._failing_together(f"send to {self.rank_name(dst)}", is_collective=False):
-            if dst in self._node_ranks:
-                self._local.send(tensor, self._node_ranks.index(dst))
-            else:
-                self._network.check_open("send")
-                self._network.send(tensor, dst)
+        self._move("send", "to", tensor, dst)
 
     def recv(self, tensor: torch.Tensor, src: int) -> None:
-        with self._failing_together(f"recv from {self.rank_name(src)}", is_collective=False):
-            if src in self._node_ranks:
-                self._local.recv(tensor, self._node_ranks.index(src))
+        self._move("recv", "from", tensor, src)
+
+    def _move(self, kind: str, direction: str, tensor: torch.Tensor, peer: int) -> None:
+        call = f"{kind} {direction} {self.rank_name(peer)}"
+        with self._failing_together(call, is_collective=False):
+            if peer in self._node_ranks:
+                getattr(self._local, kind)(tensor, self._node_ranks.index(peer))
             else:
-                self._network.check_open("recv")
-                self._network.recv(tensor, src)
+                self._network.check_open(kind)
+                getattr(self._network, kind)(tensor, peer)
 
     def group(self, calls: list[P2PCall]) -> None:
         remote = [call for call in calls if call[2] not in self._node_ranks]
