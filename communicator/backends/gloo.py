@@ -17,8 +17,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from communicator.backends.tagged_p2p import TaggedP2PBackend, as_bytes
 from communicator.calls import call_check
 from communicator.calls.dtypes import OPS, keeps_nan
-from communicator.calls.failures import describe_late, describe_lost
-from communicator.errors import CommunicatorTimeout, DrumlineError, PeerLost
+from communicator.errors import DrumlineError
 from coordinator import Coordinator, CoordinatorError, torch_private
 from launcher import linux
 
@@ -133,14 +132,8 @@ class Gloo(TaggedP2PBackend):
         text = str(error)
         timed_out = "timed out" in text.lower()
         lost = self._lost_peers() if timed_out else self._await_lost_peers()
-        message = (
-            f"{self._me} {'timed out' if timed_out else 'failed'} after {waited_s:.1f} s in "
-            f"{call} (gloo, {self.world_size} ranks)."
-            f"{describe_lost(lost)} Are all ranks in the same call, with tensors of the same size, "
-            f"and alive? ({text}){self._diagnosis() if timed_out else ''}"
-            f"{describe_late(self.coor) if timed_out else ''}"
-        )
-        return CommunicatorTimeout(message) if timed_out else PeerLost(message, lost)
+        details = f" ({text}){self._diagnosis() if timed_out else ''}"
+        return self.wait_error(call, waited_s, timed_out, lost, details)
 
     def _diagnosis(self) -> str:
         """The Coordinator's report of where the ranks are, for an error."""

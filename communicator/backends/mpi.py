@@ -19,8 +19,7 @@ from communicator import timings
 from communicator.backend import Capabilities
 from communicator.backends.tagged_p2p import TaggedP2PBackend, as_bytes
 from communicator.calls.dtypes import OPS, dtype_info, keeps_nan
-from communicator.calls.failures import describe_late, describe_lost
-from communicator.errors import CommunicatorTimeout, PeerLost, Unsupported
+from communicator.errors import Unsupported
 from coordinator import Coordinator
 
 EAGER_TESTS = 200  # of a call before its thread sleeps between them
@@ -155,15 +154,8 @@ class Mpi(TaggedP2PBackend):
     def _check_wait(self, call: str, waited_s: float) -> None:
         """Raise PeerLost if a peer is known dead, CommunicatorTimeout past the deadline."""
         lost = self._lost_peers()
-        if not lost and waited_s < self.timeout_s:
-            return
-        message = (
-            f"{self._me} {'failed' if lost else 'timed out'} after {waited_s:.1f} s in "
-            f"{call} (mpi, {self.world_size} ranks)."
-            f"{describe_lost(lost)} Are all ranks in the same call, with tensors of the same size, "
-            f"and alive?{'' if lost else describe_late(self.coor)}"
-        )
-        raise PeerLost(message, lost) if lost else CommunicatorTimeout(message)
+        if lost or waited_s >= self.timeout_s:
+            raise self.wait_error(call, waited_s, not lost, lost)
 
 
 def _kept(request: Any) -> Any:

@@ -11,6 +11,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Any
 
 import torch
 
@@ -37,22 +38,6 @@ class Buffer(IntEnum):
     SCRATCH = 2
 
 
-class Network:
-    """Something that reaches all ranks, and runs programs.
-
-    collective: the call in progress, in words.
-    """
-
-    rank: int
-    collective = ""
-
-    def run_program(
-        self, program: StepProgram, tensor: torch.Tensor, out: torch.Tensor, op: str = ""
-    ) -> None:
-        """Run a program on TENSOR and OUT; its reductions by op, over as many ranks as it has."""
-        raise NotImplementedError
-
-
 class ComparedByMessages(Backend):
     """A backend whose first calls are compared before anything moves, and later ones by their
     messages, which name the call."""
@@ -75,10 +60,16 @@ class ComparedByMessages(Backend):
         self.barrier()
 
 
-class ScheduledCollectives(Network, CollectivesFromP2P):
+class ScheduledCollectives(CollectivesFromP2P):
     """The collectives as programs."""
 
     peers = b""  # the number of each rank in the network, as C has it
+
+    def run_program(
+        self, program: StepProgram, tensor: torch.Tensor, out: torch.Tensor, op: str = ""
+    ) -> None:
+        """Run a program on TENSOR and OUT; its reductions by op, over as many ranks as it has."""
+        raise NotImplementedError
 
     def _run(
         self, name: str, tensor: torch.Tensor, out: torch.Tensor, op: str = "", root: int = 0
@@ -112,10 +103,11 @@ class ScheduledCollectives(Network, CollectivesFromP2P):
 class SubgroupCollectives(ScheduledCollectives):
     """The collectives of some ranks over the network of all.
 
-    ranks: of the network, this one among them; here each is known by its place.
+    network: a backend that runs programs. ranks: of it, this one among them; here each is known by
+    its place.
     """
 
-    def __init__(self, network: Network, ranks: Sequence[int]) -> None:
+    def __init__(self, network: Any, ranks: Sequence[int]) -> None:
         self._network, self.peers = network, packed(ranks)
         self.rank, self.world_size = ranks.index(network.rank), len(ranks)
 

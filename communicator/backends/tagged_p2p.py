@@ -21,13 +21,14 @@ from communicator.backends.scheduled_collectives import (
     REDUCE,
     SEND,
     STEP,
-    Network,
     StepProgram,
 )
 from communicator.calls import call_check
 from communicator.calls.async_work import AsyncWork
 from communicator.calls.default_collectives import P2PCall
-from communicator.errors import CommunicatorError
+from communicator.calls.failures import describe_late, describe_lost
+from communicator.errors import CommunicatorError, CommunicatorTimeout, DrumlineError, PeerLost
+from coordinator import RankFailure
 
 DESCRIPTION = "description"  # in the tag, in place of a shape and dtype
 
@@ -43,11 +44,12 @@ class PendingMessage:
         self.kind, self.tensor, self.peer, self.number = kind, tensor, peer, number
 
 
-class TaggedP2PBackend(Backend, Network):
+class TaggedP2PBackend(Backend):
     """A backend over such a library, which provides start_bytes and wait_for."""
 
     capabilities = Capabilities(empty_messages=True)
     ended_by = None
+    collective = ""  # which no message of these libraries names
     _largest_tag = 2**31 - 1
     _counts: dict[tuple[str, int], int]  # of messages, by direction and peer
 
@@ -61,6 +63,24 @@ class TaggedP2PBackend(Backend, Network):
     def wait_for(self, call: str, work: Any) -> None:
         """Return when the work has ended. Raises within timeout_s."""
         raise NotImplementedError
+
+    def wait_error(
+        self,
+        call: str,
+        waited_s: float,
+        is_late: bool,
+        lost: tuple[RankFailure, ...],
+        details: str = "",
+    ) -> DrumlineError:
+        """The error of a wait that its deadline has ended, if it is late, or else lost peers."""
+        text = (
+            f"{self._me} {'timed out' if is_late else 'failed'} after {waited_s:.1f} s in {call} "
+            f"({self.name}, {self.world_size} ranks).{describe_lost(lost)} Are all ranks in the "
+            f"same call, with tensors of the same size, and alive?{details}"
+        )
+        if is_late:
+            return CommunicatorTimeout(text + describe_late(self.coor))
+        return PeerLost(text, lost)
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
         pending = self.start_group([("send", tensor, dst)])
