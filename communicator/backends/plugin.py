@@ -19,7 +19,7 @@ import torch
 import communicator._native as _native
 from communicator.backend import COMPOSED, Backend
 from communicator.backends.byte_streams import ByteStreams
-from communicator.calls.arguments import asked_on_meta
+from communicator.calls.arguments import sample_on_meta
 from communicator.calls.call_check import describe_call
 from communicator.calls.checked_calls import CheckedCalls
 from communicator.calls.default_collectives import P2PCall
@@ -254,7 +254,7 @@ class PluginBackend(Backend):
         Not collective, but of use only if every rank has one. Let go of it before the communicator
         is closed, or its memory is given back only when the process ends.
         """
-        like = asked_on_meta(self._me, shape, dtype)
+        like = sample_on_meta(self._me, shape, dtype)
         if self.world_size == 1 or like.numel() == 0:
             return torch.empty_like(like, device=self.device)
         return self._empty_shared(like)

@@ -72,7 +72,7 @@ class TaggedP2PBackend(Backend):
         lost: tuple[RankFailure, ...],
         details: str = "",
     ) -> DrumlineError:
-        """The error of a wait that its deadline has ended, if it is late, or else lost peers."""
+        """The error of a wait: of its deadline if it is late, otherwise of lost peers."""
         text = (
             f"{self._me} {'timed out' if is_late else 'failed'} after {waited_s:.1f} s in {call} "
             f"({self.name}, {self.world_size} ranks).{describe_lost(lost)} Are all ranks in the "

@@ -188,7 +188,7 @@ class Tcp(ScheduledCollectives, ComparedByMessages):
         return dropped is None
 
     def _try(self, call: Any, tensor: torch.Tensor, *arguments: Any) -> Any:
-        """What a call of the engine returns: None if it is done, NotImplemented if it is not."""
+        """Make a call of the engine. None: it is done; NotImplemented: it cannot do it."""
         if self.ended_by is not None:
             return NotImplemented
         try:

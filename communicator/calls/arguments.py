@@ -157,11 +157,11 @@ def check_settings(coor: Coordinator, timeout_s: float | None, checked_calls: in
         )
 
 
-def asked_on_meta(me: str, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def sample_on_meta(me: str, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor on meta as empty(shape, dtype) is to be. Raises ValueError if it cannot be."""
     try:
-        asked = torch.empty(shape, dtype=dtype, device="meta")
-        if asked.is_quantized:
+        sample = torch.empty(shape, dtype=dtype, device="meta")
+        if sample.is_quantized:
             raise TypeError("it needs a scale")
     except (TypeError, ValueError, RuntimeError) as error:
         why = str(error).partition("\n")[0]
@@ -169,7 +169,7 @@ def asked_on_meta(me: str, shape: int | Sequence[int], dtype: torch.dtype) -> to
             f"{me}, empty: no tensor has the shape {shape!r} and dtype {dtype!r}: {why}. Pass "
             "sizes from 0 on, and a torch.dtype."
         ) from error
-    return asked
+    return sample
 
 
 def check_op(me: str, call: str, op: object, tensor: torch.Tensor) -> str:

@@ -209,14 +209,30 @@ class NativeCalls : public std::enable_shared_from_this<NativeCalls> {
     }
 
     static comm_dtype dtype_of(const at::Tensor& tensor) {
-        static constexpr std::pair<at::ScalarType, comm_dtype> dtypes[] = {
-            {at::kFloat, COMM_FLOAT32},  {at::kBFloat16, COMM_BFLOAT16}, {at::kHalf, COMM_FLOAT16},
-            {at::kDouble, COMM_FLOAT64}, {at::kLong, COMM_INT64},        {at::kInt, COMM_INT32},
-            {at::kShort, COMM_INT16},    {at::kChar, COMM_INT8},         {at::kByte, COMM_UINT8},
-            {at::kBool, COMM_BOOL}};
-        for (const auto& [type, dtype] : dtypes)
-            if (type == tensor.scalar_type()) return dtype;
-        return -1;
+        switch (tensor.scalar_type()) {
+            case at::kFloat:
+                return COMM_FLOAT32;
+            case at::kBFloat16:
+                return COMM_BFLOAT16;
+            case at::kHalf:
+                return COMM_FLOAT16;
+            case at::kDouble:
+                return COMM_FLOAT64;
+            case at::kLong:
+                return COMM_INT64;
+            case at::kInt:
+                return COMM_INT32;
+            case at::kShort:
+                return COMM_INT16;
+            case at::kChar:
+                return COMM_INT8;
+            case at::kByte:
+                return COMM_UINT8;
+            case at::kBool:
+                return COMM_BOOL;
+            default:
+                return -1;
+        }
     }
 
     // As in list_collectives.py; what it refuses, or composes, is not for here.
