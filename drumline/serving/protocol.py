@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -211,16 +212,17 @@ class ImageUrl(ApiObject):
 
 
 class ContentPart(ApiObject):
-    """A text, or an image."""
+    """A text, which may be that of an earlier refusal, or an image."""
 
     model_config = ConfigDict(extra="ignore")  # cache_control, annotations
 
     type: str
-    text: str | None = None
+    text: str | None = Field(None, validation_alias=AliasChoices("text", "refusal"))
     image_url: ImageUrl | None = None
 
     @model_validator(mode="after")  # type: ignore[untyped-decorator]
     def _check_type(self) -> ContentPart:
+        self.type = "text" if self.type == "refusal" else self.type
         if self.type not in ("text", "image_url"):
             text = f"a part of the type {self.type!r:.100} is not supported by this server"
             raise ValueError(text)

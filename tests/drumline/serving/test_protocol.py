@@ -178,7 +178,7 @@ def test_what_a_client_replays_of_an_answer_is_taken():
     part = {"type": "text", "text": "5", "cache_control": {"type": "ephemeral"}}
     replayed = {
         "role": "assistant",
-        "content": [part],
+        "content": [part, {"type": "refusal", "refusal": "!"}],
         "reasoning_content": "hm",
         "annotations": [],
         "refusal": "",
@@ -191,7 +191,7 @@ def test_what_a_client_replays_of_an_answer_is_taken():
     wanted = {**call, "function": {"name": "f", "arguments": {"a": [1, None]}}}
     assert assistant == {
         "role": "assistant",
-        "content": "5",
+        "content": "5!",
         "reasoning_content": "hm",
         "tool_calls": [wanted],
     }
