@@ -16,7 +16,7 @@ from coordinator.errors import CoordinatorError
 from coordinator.peers import Peer
 from coordinator.timings import MEETING_SHARE
 from coordinator.transport.tree import ChildListener, connect_to_parent
-from launcher import Credentials, NoMessage
+from launcher import Credentials, NoMessage, linux
 
 Exchange = Callable[[bytes], list[bytes]]
 
@@ -58,6 +58,8 @@ class PeerConnector:
             for connection in (*self.connections.values(), *listener.accepted.values()):
                 connection.close()
             raise
+        for connection in self.connections.values():
+            linux.left_to_children(connection, connection.socket)
         return {rank: connection.socket for rank, connection in self.connections.items()}
 
     def _purpose(self, listener: int) -> str:

@@ -101,6 +101,12 @@ def closed_in_children(file: File) -> File:
     return file
 
 
+def left_to_children(*files: Inherited) -> None:
+    """A forked child closes these no longer: who has them now decides."""
+    for file in files:
+        _inherited.discard(file)
+
+
 def _close_inherited() -> None:
     for file in tuple(_inherited):
         with contextlib.suppress(OSError):

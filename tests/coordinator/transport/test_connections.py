@@ -41,6 +41,22 @@ def test_every_two_ranks_are_connected_and_to_each_other(ranks, nodes):
     assert results == [[r for r in range(5) if r != rank] for rank in range(5)]
 
 
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_a_forked_child_leaves_them_open_at_both_ends(ranks, encrypt):
+    """That which had accepted one closed it, and the other did not."""
+
+    def body(info):
+        with Coordinator(info, timeout_s=20, encrypt=encrypt) as coor:
+            (link,) = coor.connections().values()
+            with link:
+                child = os.fork()
+                if child == 0:
+                    os._exit(link.fileno() < 0)
+                return os.waitpid(child, 0)[1]
+
+    assert ranks(body, 2) == [0, 0]
+
+
 def test_a_subgroup_has_connections_by_its_own_ranks(ranks):
     def body(info):
         with Coordinator(info, timeout_s=20) as coor:
