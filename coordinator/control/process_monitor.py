@@ -90,9 +90,9 @@ class PeerProcess:
         return int(status) if mask & PIDFD_INFO_EXIT else None
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
+        fd, self._fd = self._fd, -1  # first: a child that is forked meanwhile closes no other file
+        if fd >= 0:
+            os.close(fd)
 
 
 def _is_signalled(pidfd: int) -> bool:

@@ -36,6 +36,26 @@ def test_how_a_process_ended_is_known(end, text, reaped):
         os.waitpid(pid, 0)
 
 
+def test_a_child_forked_while_it_is_closed_keeps_another_file_of_its_number(monkeypatch):
+    process, close, statuses = PeerProcess(Peer.me(LaunchInfo("closed"))), os.close, []
+    number = process.fileno()
+
+    def close_as_others_fork(fd):
+        monkeypatch.setattr(os, "close", close)
+        close(fd)
+        another = os.open(os.devnull, os.O_RDONLY)
+        assert another == fd == number
+        child = os.fork()
+        if child == 0:
+            os._exit(not os.path.exists(f"/proc/self/fd/{number}"))
+        statuses.append(os.waitpid(child, 0)[1])
+        close(another)
+
+    monkeypatch.setattr(os, "close", close_as_others_fork)
+    process.close()
+    assert statuses == [0]
+
+
 def test_a_process_that_we_do_not_see_is_never_seen_dead():
     """Another container has numbers of its own: ours may be no process here, or a wrong one."""
     own = Peer.me(LaunchInfo("pieces"))
