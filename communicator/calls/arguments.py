@@ -26,7 +26,7 @@ class Ranks(Protocol):
 def check_tensor(me: str, call: str, tensor: torch.Tensor, device_type: str) -> None:
     """Raise TypeError or ValueError unless a backend can read and write tensor as plain memory."""
     where = f"{me}, {call}"
-    if not isinstance(tensor, torch.Tensor):
+    if not issubclass(type(tensor), torch.Tensor):  # a proxy says that it is an instance, too
         raise TypeError(f"{where}: needs a torch.Tensor, not {type(tensor).__name__}")
     if torch_private.is_fake(tensor):
         raise TypeError(

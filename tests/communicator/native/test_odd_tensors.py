@@ -2,6 +2,7 @@
 other, by every backend here and every call."""
 
 import subprocess
+import weakref
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ def nested():
     return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
+LIVING = torch.ones(4)
 ODD = {
     "FakeTensor": lambda: FAKE,
     "TwoTensor is a wrapper": lambda: TwoTensor(torch.ones(4), torch.ones(4)),
@@ -44,6 +46,7 @@ ODD = {
     "on meta": lambda: torch.ones(4, device="meta"),
     "contiguous": lambda: torch.ones(1).expand(4),
     "needs a torch.Tensor, not ndarray": lambda: torch.ones(4).numpy(),
+    r"needs a torch.Tensor, not \w*[Pp]roxy": lambda: weakref.proxy(LIVING),  # ended the process
 }
 
 
