@@ -109,6 +109,10 @@ class LibraryCalls(CheckedCalls):
         is_checked = self.backend.offers("reduce_scatterv") or isinstance(op, int)
         return op if is_checked else super()._op(call, op, tensor)
 
+    def _flat(self, parts: torch.Tensor) -> torch.Tensor:
+        """The parts in the shape that they have: a library may compare it."""
+        return parts
+
     def _new(
         self, call: str, tensor: torch.Tensor, shape_of: Callable[[torch.Size], tuple[int, ...]]
     ) -> torch.Tensor:

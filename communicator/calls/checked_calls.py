@@ -98,7 +98,7 @@ class CheckedCalls:
     def allgatherv(self, out: torch.Tensor, tensor: torch.Tensor, counts: list[int]) -> None:
         """Fill out with every rank's tensor, of counts elements each, one after the other."""
         self.backend.compare_call("allgatherv", out, f"in parts of {counts}")
-        self.backend.allgatherv(out, tensor, counts)
+        self.backend.allgatherv(self._flat(out), tensor, counts)
 
     def reduce_scatter(
         self, tensor: torch.Tensor, op: Op = "sum", *, out: torch.Tensor | None = None
@@ -119,7 +119,7 @@ class CheckedCalls:
         """Reduce this rank's part of tensor, which has counts elements for the ranks, into out."""
         name = self._op("reduce_scatter", op, tensor)
         self.backend.compare_call("reduce_scatterv", tensor, f"in parts of {counts} {name}")
-        self.backend.reduce_scatterv(out, tensor, counts, name)
+        self.backend.reduce_scatterv(out, self._flat(tensor), counts, name)
 
     def alltoall(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         self.backend.check_tensor("alltoall", tensor)
@@ -224,6 +224,10 @@ class CheckedCalls:
 
     def _op(self, call: str, op: Op, tensor: torch.Tensor) -> Any:
         return check_op(self._me, call, op, tensor)
+
+    def _flat(self, parts: torch.Tensor) -> torch.Tensor:
+        """The parts of all ranks, one after the other, as a backend of Python takes them."""
+        return parts.view(-1)
 
     def _out(
         self, call: str, out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor
