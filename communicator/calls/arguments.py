@@ -188,14 +188,14 @@ def check_op(me: str, call: str, op: object, tensor: torch.Tensor) -> str:
             f"{me}, {call}: op={name!r} of complex numbers is not defined. Use op='sum', or reduce "
             "torch.view_as_real(tensor)."
         )
-    if name == "avg" and not dtype.is_floating_point:
-        raise ValueError(
-            f"{me}, {call}: the average of {dtype} is no {dtype}. Use op='sum' and divide."
-        )
     if dtype == torch.bool and name in ("sum", "avg"):
         raise ValueError(
             f"{me}, {call}: op={name!r} of bool is not defined. Use 'max' for any, 'min' "
             "for all, or convert to an integer first."
+        )
+    if name == "avg" and not dtype.is_floating_point:
+        raise ValueError(
+            f"{me}, {call}: the average of {dtype} is no {dtype}. Use op='sum' and divide."
         )
     return name
 

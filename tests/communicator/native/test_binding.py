@@ -50,6 +50,7 @@ BAD_CALLS = {
     "op=7 is none of": lambda comm: comm.allreduce(torch.ones(4), 7),
     "divide": lambda comm: comm.allreduce(torch.ones(4, dtype=torch.int32), "avg"),
     "of bool": lambda comm: comm.allreduce(torch.ones(4, dtype=torch.bool)),
+    "'avg' of bool": lambda comm: comm.allreduce(torch.ones(4, dtype=torch.bool), "avg"),
     "of complex numbers": lambda comm: comm.allreduce(torch.ones(4, dtype=torch.cfloat), "max"),
     "moved but not reduced": lambda comm: comm.allreduce(torch.ones(4, dtype=torch.uint16)),
     "float4_e2m1fn_x2 .* To reduce, convert": lambda comm: comm.allreduce(
