@@ -23,8 +23,11 @@ class Ranks(Protocol):
     def rank_name(self, rank: int | None = None) -> str: ...
 
 
-def check_tensor(me: str, call: str, tensor: torch.Tensor, device_type: str) -> None:
-    """Raise TypeError or ValueError unless a backend can read and write tensor as plain memory."""
+def check_tensor(me: str, call: str, tensor: torch.Tensor, device: str) -> None:
+    """Raise TypeError or ValueError unless a backend can read and write tensor as plain memory.
+
+    device: the type of device that the tensor has to be on, or one device.
+    """
     where = f"{me}, {call}"
     if not issubclass(type(tensor), torch.Tensor):  # a proxy says that it is an instance, too
         raise TypeError(f"{where}: needs a torch.Tensor, not {type(tensor).__name__}")
@@ -38,11 +41,11 @@ def check_tensor(me: str, call: str, tensor: torch.Tensor, device_type: str) -> 
             f"{where}: a {type(tensor).__name__} is a wrapper here and has no data of its own to "
             "move. Pass the tensor inside it; call from outside of torch.func's transforms."
         )
-    if problem := _kind_problem(tensor, device_type) or _memory_problem(tensor):
+    if problem := _kind_problem(tensor, device) or _memory_problem(tensor):
         raise ValueError(f"{where}: {problem}")
 
 
-def _kind_problem(tensor: torch.Tensor, device_type: str) -> str:
+def _kind_problem(tensor: torch.Tensor, device: str) -> str:
     """Why no backend moves tensors of this kind, or ""."""
     if tensor.is_nested:
         return (
@@ -54,10 +57,10 @@ def _kind_problem(tensor: torch.Tensor, device_type: str) -> str:
             "a tensor on meta has a shape and no data to move. Make a real one: "
             "torch.empty_like(tensor, device=comm.device)"
         )
-    if tensor.device.type != device_type:
+    if device not in (tensor.device.type, str(tensor.device)):
         return (
-            f"the tensor is on {tensor.device}, this communicator moves tensors on {device_type}. "
-            f"Move it with .to({device_type!r}), or choose another backend."
+            f"the tensor is on {tensor.device}, this communicator moves tensors on {device}. "
+            f"Move it with .to({device!r}), or choose another backend."
         )
     if tensor.layout != torch.strided:
         return (

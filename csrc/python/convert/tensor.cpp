@@ -1,5 +1,6 @@
 #include "python/convert/tensor.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #include <initializer_list>
@@ -97,29 +98,24 @@ bool is_wrapper(PyObject* object) {
     return own;
 }
 
-const char* name_of_device(const CallSite& site) {
-    return site.device_type == COMM_CPU ? "cpu" : "cuda";
-}
-
-// What is wrong with a tensor is said by Python, which can examine it. What it finds nothing wrong
-// with is on another device, or torch does not export it.
+// What is wrong with a tensor is said by Python, which can examine it. Where it finds nothing,
+// torch does not export the tensor.
 int refuse_tensor(const CallSite& site, PyObject* object) {
     PyErr_Clear();
+    char device[16] = "cpu";
+    if (site.device_type != COMM_CPU)
+        snprintf(device, sizeof device, "cuda:%d", site.device < 0 ? 0 : site.device);
     PyObject* check = import_attribute("communicator.calls.arguments", "check_tensor", NULL);
-    PyObject* checked = check == NULL ? NULL
-                                      : PyObject_CallFunction(check, "ssOs", site.me, site.call,
-                                                              object, name_of_device(site));
+    PyObject* checked =
+        check == NULL ? NULL
+                      : PyObject_CallFunction(check, "ssOs", site.me, site.call, object, device);
     Py_XDECREF(check);
     if (checked == NULL) return -1;
     Py_DECREF(checked);
-    PyObject* device = PyObject_GetAttrString(object, "device");
-    if (device == NULL) return -1;
     PyErr_Format(PyExc_ValueError,
-                 "%s, %s: the tensor is on %S, and no plain memory that this communicator could "
-                 "read: it moves tensors on %s:%d. Move it with .to(...), or pass a copy",
-                 site.me, site.call, device, name_of_device(site),
-                 site.device < 0 ? 0 : site.device);
-    Py_DECREF(device);
+                 "%s, %s: the tensor is no plain memory that this communicator could read. Pass a "
+                 "copy, tensor.clone()",
+                 site.me, site.call);
     return -1;
 }
 
