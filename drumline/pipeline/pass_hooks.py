@@ -225,14 +225,19 @@ def _forbid_gradient(value: Any, is_due: bool) -> Any:
         return value
     if is_due and value.is_floating_point() and not value.requires_grad:
         value = value.detach().requires_grad_()
-    if value.requires_grad:
-        value = value.view_as(value)  # it may be a tensor that the script gave to the model
-        value.register_hook(_refuse_gradient)
-    return value
+    return _NoGradient.apply(value) if value.requires_grad else value  # type: ignore[no-untyped-call]
 
 
-def _refuse_gradient(gradient: torch.Tensor) -> None:
-    raise DrumlineError(
-        "rank 0: no gradient comes back from layers on other ranks, so this one would be "
-        "wrong; use the distributed model for inference only, under torch.no_grad()."
-    )
+class _NoGradient(torch.autograd.Function):
+    """Not a hook on a view, which what is written into that later would leave aside."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise DrumlineError(
+            "rank 0: no gradient comes back from layers on other ranks, so this one would be "
+            "wrong; use the distributed model for inference only, under torch.no_grad()."
+        )

@@ -56,6 +56,7 @@ REFUSED = {
     "a sum in place": (lambda model: query(model).sum().add_(1), "would change nothing there"),
     "a weight as a factor": (lambda model: scale_own(model), "would be arbitrary"),
     "backward": (lambda model: backward(model), "no gradient comes back"),
+    "backward after a write": (lambda model: backward_changed(model), "no gradient comes back"),
     "hook inside": (lambda model: hook(model), "hook the whole layer"),
     "part of a layer": (lambda model: call_part(model), "whole layer"),
     "attention": (lambda model: model.set_attn_implementation("eager"), "attn_implementation="),
@@ -129,6 +130,13 @@ def call_part(model):
 
 def backward(model):
     model(IDS, labels=IDS).loss.backward()
+
+
+def backward_changed(model):
+    """The norm had a gradient, and the layers before it none."""
+    hidden = model.model(IDS).last_hidden_state
+    hidden[:, 0] = 0
+    hidden.sum().backward()
 
 
 @torch.no_grad()
