@@ -261,17 +261,19 @@ class _WatchedPass:
         self.windows: dict[str, float] = {}
         self.states: dict[str, Any] = {}
         self.nbytes_by_layer: dict[int, int] = {}
-        self._kept_before = self._calls_before = 0
+        self._live_before = self._kept_before = self._calls_before = 0
 
     def hook(self, name: str, module: nn.Module, stack: contextlib.ExitStack) -> None:
         def before(*_: Any) -> None:
-            self.live.peak_nbytes = self.live.nbytes
+            self._live_before = self.live.peak_nbytes = self.live.nbytes
             self._kept_before = sum(self.kept.values())
             self._calls_before = self.shapes.num_calls
 
         def after(_: Any, args: Any, options: dict[str, Any], __: Any) -> None:
             self.num_calls[name] += self.shapes.num_calls - self._calls_before
-            beside = self._kept_before + (0 if self.is_whole else _masks_nbytes([args, options]))
+            beside = self._kept_before
+            if not self.is_whole:  # a model may hold masks for other parts, too
+                beside = self._live_before - _given_nbytes([args, options])
             self.active[name] = max(self.active[name], self.live.peak_nbytes - beside)
             own_nbytes = _own_nbytes(module)
             self.kept[name] += own_nbytes - self.own_nbytes[name]
@@ -295,14 +297,14 @@ class _WatchedPass:
                 self.windows[name] = max(self.windows.get(name, 0), window_tokens(layer))
 
 
-def _masks_nbytes(values: Any) -> int:
-    """The bytes of masks that a part is given."""
+def _given_nbytes(values: Any) -> int:
+    """The bytes of what a part is given, but masks."""
     tensors = [leaf for leaf in torch_private.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-    storages = [
-        mask.untyped_storage()
-        for mask in tensors
-        if mask.dim() == 4 and mask.shape[-1] == mask.shape[-2]
-    ]
+    storages = {
+        tensor.untyped_storage()
+        for tensor in tensors
+        if tensor.dim() != 4 or tensor.shape[-1] != tensor.shape[-2]
+    }
     return sum(storage.nbytes() for storage in storages)
 
 

@@ -322,6 +322,18 @@ def test_a_prompt_on_a_cpu_is_planned_with_the_scores_that_it_keeps(case):
     assert has_kernel_there == (case == "values narrower than keys")
 
 
+@pytest.mark.parametrize("name", ["MistralForCausalLM", "Gemma3ForCausalLM"])
+def test_masks_that_a_model_holds_for_other_parts_are_not_planned_for_a_prompt_in_parts(name):
+    """Mistral's last norm and each of Gemma's layers were planned with one that they do not get."""
+    kind, length = getattr(transformers, name), 8192
+    sizes = {**HEADS, "intermediate_size": 64, "head_dim": 16, "num_key_value_heads": 4}
+    layer_types = ["sliding_attention", "full_attention"]
+    config = kind.config_class(**sizes, sliding_window=16, layer_types=layer_types)
+    parts = profile_model(build_on_meta(kind, config, torch.float32))
+    memory = token_memory(kind, config, torch.float32, parts, 1, length)
+    assert 0 < max(memory.active.values()) < length * length
+
+
 @torch.no_grad()
 def test_masks_of_windows_are_planned_where_a_prompt_is_one_pass(tmp_path):
     """A model of 1 MiB took 620 MiB for two prompts of 8192 tokens, and 70 were planned."""
