@@ -42,8 +42,9 @@ def check_same_on_all_ranks(coor: Coordinator, facts: Mapping[str, str]) -> None
 def check_same(coor: Coordinator, facts_by_rank: Sequence[Mapping[str, str]]) -> None:
     """Raise as check_same_on_all_ranks, over facts that have been shared already."""
     for rank, other in enumerate(facts_by_rank):
-        for name, first in facts_by_rank[0].items():
-            if (fact := other.get(name, "absent")) != first:
+        for name in {**facts_by_rank[0], **other}:
+            first, fact = (facts.get(name, "absent") for facts in (facts_by_rank[0], other))
+            if fact != first:
                 field, values = _first_difference(first, fact)
                 raise DrumlineError(
                     f"{coor.rank_name()}: {name}{field} is {values[0]} on {coor.rank_name(0)} and "

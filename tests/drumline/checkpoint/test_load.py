@@ -652,6 +652,17 @@ def test_a_field_that_one_rank_lacks_differs_from_one_that_is_null(ranks_or_erro
     assert all(difference in str(error) for error in ranks_or_errors(rank, 2))
 
 
+def test_a_fact_that_rank_0_alone_lacks_is_a_difference(ranks_or_errors):
+    """Rank 0 went on, and read the whole model that the others were to stream."""
+
+    def rank(info):
+        with Coordinator(info, timeout_s=20) as coor:
+            check_same_on_all_ranks(coor, {"config": "{}"} if info.rank else {})
+
+    difference = "config is absent on rank 0 and {} on rank 1"
+    assert [difference in str(error) for error in ranks_or_errors(rank, 3)] == [True] * 3
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
