@@ -234,10 +234,10 @@ def _check_requests(requests: Mapping[str, TensorRequest], index: Index) -> None
         )
     for name, request in requests.items():
         if not fills_exactly(request.slices, request.shape):
+            pieces = [f"{piece.key} {list(piece.at.size)}" for piece in request.slices[:5]]
             raise CheckpointError(
                 f"{name} of shape {request.shape} is not filled exactly by the stored tensors "
-                f"({', '.join(f'{s.key} {list(s.at.size)}' for s in request.slices[:5])}); "
-                "load the checkpoint that belongs to the model."
+                f"({', '.join(pieces) or 'none'}); load the checkpoint that belongs to the model."
             )
         for slice_ in request.slices:
             _check_slice(name, slice_, index[slice_.key])
