@@ -20,7 +20,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 def plain(checkpoints):
     """The model in this process, and its folder with a tokenizer of 64 words."""
     config = {**LLAMA, "num_hidden_layers": 2}
-    model, path = checkpoints.make("llama with words", "LlamaForCausalLM", **config)
+    model, path = checkpoints.make("with words/llama", "LlamaForCausalLM", **config)
     names = ["nothing", "begin", "end", *map(str, range(3, 64))]
     words = Tokenizer(models.WordLevel({n: i for i, n in enumerate(names)}, unk_token="nothing"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -205,13 +205,14 @@ def test_penalties_make_repeated_tokens_rarer(complete):
 
 
 def test_the_log_probability_of_each_token_is_that_of_a_single_process(plain, complete):
-    answer = complete([5, 6, 7], logprobs=2).choices[0]
+    prompt = [int(word) for word in PROMPTS[1].split()]
+    answer = complete(prompt, logprobs=2).choices[0]
     logprobs = answer.logprobs
     tokens = [int(text) for text in logprobs.tokens]
     assert "".join(logprobs.tokens) == "".join(answer.text.split())
-    rows = torch.tensor([[5, 6, 7, *tokens]])
+    rows = torch.tensor([prompt + tokens])
     with torch.no_grad():
-        wanted = torch.log_softmax(plain[0](rows).logits[0, 2:-1].float(), 1)
+        wanted = torch.log_softmax(plain[0](rows).logits[0, len(prompt) - 1 : -1].float(), 1)
     own = wanted.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     assert logprobs.token_logprobs == pytest.approx(own.tolist(), abs=1e-4)
     for row, top in zip(wanted, logprobs.top_logprobs, strict=True):
