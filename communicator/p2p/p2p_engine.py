@@ -8,10 +8,11 @@ They travel through streams of their own, so no collective delays them. A small 
 once, and buffered where nobody has posted a receive for it. So are the first large ones, until the
 receiver confirms that it has received them; further ones are offered, and sent once a receive has
 matched them. At most about 16 MiB from a peer are buffered: then nothing more is read from it, in
-any group, until some are received, it is waited for or polled, or it is gone. Who waits moves the
-messages of all. While nobody waits a thread does, asleep until a stream changes; the first message
-that has to wait starts it. All groups of a process send through the engine of its default group: a
-message carries the number of its group, and a rank that leaves it says so to the others.
+any group, until some are received, a receive from it is waited for or polled, or it is gone.
+A thread that waits moves the messages of all; while none does, one of the engine, asleep until
+a stream changes and started by the first message that has to wait. All groups of a process send
+through the engine of its default group: a message has the number of its group, and a rank that
+leaves a group says so to the others.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ class P2PWork(AsyncWork):
         return True
 
     def is_completed(self) -> bool:
-        """True once wait() would return or raise at once. Who asks again and again gets there."""
+        """True once wait() would return or raise at once. Each call reads on if it is too early."""
         if not self.has_ended():
             for peer in self.group.ranks if self.peer == ANY_SOURCE else [self.peer]:
                 self._engine.read_on(peer)

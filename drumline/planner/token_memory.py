@@ -298,7 +298,7 @@ class _WatchedPass:
 
 
 def _given_nbytes(values: Any) -> int:
-    """The bytes of what a part is given, but masks."""
+    """The bytes of what a part is given, except masks."""
     tensors = [leaf for leaf in torch_private.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
     storages = {
         tensor.untyped_storage()

@@ -25,12 +25,7 @@ from drumline.checkpoint.json_files import MERGE_ADAPTER
 from drumline.checkpoint.safetensors_index import check_unchanged, is_local, written_files
 from drumline.checkpoint.source import Checkpoint, CheckpointFiles
 from drumline.checkpoint.weight_map import NotStreamable, WeightMap
-from drumline.core.consistency import (
-    check_same,
-    model_facts,
-    run_and_share,
-    run_on_all_ranks,
-)
+from drumline.core.consistency import check_same, model_facts, run_and_share, run_on_all_ranks
 from drumline.core.cpu.experts import use_fast_experts
 from drumline.core.cpu.products import use_fast_products
 from drumline.core.device_map import DeviceMap, abbreviate_names

@@ -98,7 +98,7 @@ class FramedConnection:
                 raise self._broken(error) from error
 
     def read_exactly(self, nbytes: int, deadline: float, idle: Callable[[], None] = noop) -> bytes:
-        """So many bytes, read in pieces that stay in the cache until joined."""
+        """`nbytes` bytes, read in pieces that stay in the cache until joined."""
         pieces = []
         while nbytes > 0:
             try:

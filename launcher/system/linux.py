@@ -102,7 +102,7 @@ def closed_in_children(file: File) -> File:
 
 
 def left_to_children(*files: Inherited) -> None:
-    """A forked child closes these no longer: who has them now decides."""
+    """Let forked children keep these files, which others use from now on."""
     for file in files:
         _inherited.discard(file)
 
@@ -113,7 +113,7 @@ def _close_inherited() -> None:
             file.close()
 
 
-@functools.cache  # a fork of who has none of these costs nothing
+@functools.cache  # a process without such files forks as before
 def _begin_closing() -> None:
     os.register_at_fork(after_in_child=_close_inherited)
 

@@ -113,7 +113,7 @@ int refuse_tensor(const CallSite& site, PyObject* object) {
     if (checked == NULL) return -1;
     Py_DECREF(checked);
     PyErr_Format(PyExc_ValueError,
-                 "%s, %s: the tensor is no plain memory that this communicator could read. Pass a "
+                 "%s, %s: the tensor is not plain memory that this communicator could read. Pass a "
                  "copy, tensor.clone()",
                  site.me, site.call);
     return -1;
